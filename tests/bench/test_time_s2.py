@@ -79,6 +79,8 @@ def small(gpu, monkeypatch):
     monkeypatch.setattr(time_s2, "attention", lambda *x, **how: slow(*x, **how, impl="reference"))
     monkeypatch.setattr(time_s2, "in_form", lambda mask, shape, **changes: (
         lambda q, k, v: time_s2.attention(q, k, v, block_mask=mask)))  # fmt: skip
+    monkeypatch.setattr(time_s2, "staying", lambda mask, tensors: time_s2.differentiated(
+        lambda q, k, v: time_s2.attention(q, k, v, block_mask=mask), tensors))  # fmt: skip
 
 
 def test_the_record(small, tmp_path, capsys):
@@ -88,7 +90,7 @@ def test_the_record(small, tmp_path, capsys):
     assert set(tables) == {"forward", "backward", "decode"}
     for name in ("forward", "backward"):
         rows = {row["impl"]: row for row in tables[name]["rows"] if "control_of" not in row}
-        others = {time_s2.COPIES, time_s2.WHOLE} if name == "forward" else set()
+        others = {time_s2.COPIES, time_s2.WHOLE} if name == "forward" else {time_s2.STAYS}
         assert set(rows) == {"S2", "S2, 2 dense heads", "attnlib"} | others
         assert rows["S2"]["share"] < rows["S2, 2 dense heads"]["share"] < rows["attnlib"]["share"] == 1
         assert "mask_ms" in rows["S2"] and all(row["status"] == "ok" for row in rows.values())

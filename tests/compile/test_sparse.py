@@ -128,11 +128,15 @@ BACKWARD += [(128, True, "fp16", "own"), (128, True, "fp16", "gathered")]
 BACKWARD += more(product((64, 128, 256), (True,), ("fp16",), ("own, capped",)))
 BACKWARD += more([(64, True, "fp16"), (128, False, "fp16"), (128, True, "fp16"), (64, True, "fp16", "cap")])
 BACKWARD += more([(64, True, "bf16", "gathered")])
+BACKWARD += [(128, True, "fp16", "gathered, persistent")]
+BACKWARD += more([(64, False, "fp16", "persistent"), (64, True, "bf16", "gathered, persistent")])
+BACKWARD += more([(128, True, "bf16", "persistent"), (128, False, "fp16", "persistent")])
 BACKWARD += [(256, True, "fp16"), (256, True, "fp16", "every part")]
 BACKWARD += more(product((64, 128), (True,), ("fp16",), ("half", "single", "every part")))
 BACKWARD += more([(256, False, "fp16")])
 BACKWARD += more(product((256,), (True,), ("fp16",), ("all", "relative", "half")))
-"""Head dimension, whether steps carry bits, dtype, and the score if there is one, or "gathered" keys."""
+"""Head dimension, whether steps carry bits, dtype, and the score if there is one, or "gathered" keys,
+"persistent" programs."""
 SPILLS = {False: 4, True: 14}
 """Words of the backward kernel, by whether steps carry bits: some of the producer, whose numbers come from
 lists and are not uniform to the compiler, and up to two of a consumer in a step."""
@@ -141,11 +145,11 @@ FORWARD_SPILLS = {("128 copied", "bits, LSE, half"): 4}
 KEPT_SPILLS = 4
 """With kept shifts and bits, outside the loop."""
 MOST_SPILLS = {"all": 28, "half": 28, "single": 20, "relative": 20, "every part": 64}
-MOST_SPILLS |= {"own": 18, "own, capped": 24}
+MOST_SPILLS |= {"own": 18, "own, capped": 26}
 """Under a soft cap and ALiBi at D = 128, P and the derivative of its scores wait for the bits; a bias that is
 loaded has addresses."""
 WIDE_SPILLS = {"all": 44, "relative": 24, "half": 66, "every part": 66}
-WIDE_SPILLS |= {"own": 30, "own, capped": 32}
+WIDE_SPILLS |= {"own": 30, "own, capped": 36}
 """At D = 256, of the warpgroup with the scores, whose sums of dV are 128 registers of a thread."""
 LOADED = "single", "relative", "every part"
 """With loads from global memory in its loop, ptxas takes operands' addresses for different in each thread
@@ -193,10 +197,12 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
 
 def config_of(case: tuple) -> HopperSparseBackwardConfig:
     """Of a case of `BACKWARD`."""
-    gathered = case[3:] == ("gathered",)
-    scored = bool(case[3:]) and case[3] != "alibi" and not gathered
-    whole = not case[1] and not case[3:]
-    return replace(hopper_sparse_backward_config(case[0], scored, whole), gathered=gathered)
+    options = case[3].split(", ") if case[3:] else []
+    forms = {name: name in options for name in ("gathered", "persistent")}
+    score = [name for name in options if name not in forms]
+    scored = bool(score) and score[0] != "alibi"
+    whole = not case[1] and not score
+    return replace(hopper_sparse_backward_config(case[0], scored, whole), **forms)
 
 
 def compile_backward(case: tuple) -> Stats:
@@ -220,12 +226,15 @@ def compile_backward(case: tuple) -> Stats:
     )  # fmt: skip
     window = shape, strides[0]
     rows = preprocess_of(call, window, window, 128, width)
-    plan = launch_hopper_backward.make_plan(width, config, partial, score, bias is not None)
+    plan = launch_hopper_backward.make_plan(
+        width, config, partial, score, bias is not None, config.persistent
+    )
     has = {"inner": plan.curved.value, "after": plan.soft_cap.value and plan.function.value}
     has |= {"alibi_ptr": plan.alibi.value, "place": plan.alibi.value, "units_ptr": config.gathered}
+    has |= dict.fromkeys(("counter_ptr", "columns"), config.persistent)
     has |= dict.fromkeys(("bias_ptr", "bias_b", "bias_h", "bias_m", "S_k"), plan.bias.value)
     has["desc_bias"] = bias
-    absent = [name for name, there in has.items() if not there]
+    absent = [name for name, there in has.items() if not there and name in kernel.arg_names]
     pointers = [name for name in kernel.arg_names if name.endswith("_ptr") and name not in absent]
     types = dict.fromkeys(pointers, "*i32") | {"dq_ptr": "*fp32", "qk_scale": "fp32", "sm_scale": "fp32"}
     types |= {name: "fp32" for name in ("inner", "after") if has[name]}

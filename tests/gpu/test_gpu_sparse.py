@@ -32,11 +32,9 @@ def test_backward(label, kernel):
     check_backward(CASES[label], "cuda", kernel)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("mask", ["random", "band by head", "dots", "S2"])
-def test_many_tiles(mask, head_dim, kernel):
-    """Each program has several tiles of several lengths; twice, as the second launch takes another way."""
+def many_tiles(mask, head_dim):
+    """(q, k, v and the gradient of the output, block mask) of a call whose programs have several tiles of
+    several lengths."""
     B, H, H_kv, S_q, S_k = 2, 8, 4, 3001, 3001 if mask == "S2" else 4001
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = (B, H, S_q, head_dim), *2 * [(B, H_kv, S_k, head_dim)]
@@ -49,6 +47,18 @@ def test_many_tiles(mask, head_dim, kernel):
         block_mask = S2Pattern(H, H_kv, stride=8, dense_heads=1).mask(S_q, "cuda")
     else:
         block_mask = BlockMask.from_function(FUNCTIONS[mask], S_q, S_k, H=H, device="cuda")
+    return (q, k, v, d_out), block_mask
+
+
+MANY = ["random", "band by head", "dots", "S2"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", MANY)
+def test_many_tiles(mask, head_dim, kernel):
+    """Twice, as the second launch takes another way."""
+    (q, k, v, d_out), block_mask = many_tiles(mask, head_dim)
     dense = block_mask.to_dense()
     oracle, gradients = Oracle(q, k, v, mask=dense), GradientOracle(d_out, q, k, v, mask=dense)
     for _ in range(2):
@@ -74,6 +84,37 @@ def test_consumers_that_leave_out_steps(label):
     params = params._replace(config=replace(config, leaves_out=True))
     oracle = Oracle(q, k, v, sm_scale=case.sm_scale, mask=case.dense("cuda"))
     judge_forward(*hopper.forward(q, k, v, params), oracle, label)
+
+
+def judge_programs_that_stay(tensors, sm_scale, block_mask, dense, label):
+    """Twice, as the second launch takes another way; also with consumers in turns."""
+    q, k, v, d_out = tensors
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    params = Params(MaskWindow(None, None), scale, return_lse=True, block_mask=block_mask)
+    out, lse = hopper.forward(q, k, v, params._replace(config=hopper.configuration(q, k, v, params)))
+    gradients = GradientOracle(d_out, q, k, v, sm_scale=scale, mask=dense)
+    config = replace(hopper.configuration(q, k, v, params, backward=True), persistent=True)
+    for alternate in (config.alternate, config.alternate, not config.alternate):
+        own = params._replace(config=replace(config, alternate=alternate))
+        for verdict in gradients.judge(*hopper.backward(d_out, q, k, v, out, lse, own)).values():
+            verdict.raise_if_bad(label)
+
+
+@pytest.mark.skipif(not HOPPER, reason="a kernel for Hopper")
+@pytest.mark.parametrize("label", ENDS)
+def test_programs_that_stay(label):
+    case = CASES[label]
+    d_out = make_inputs(case.shape, seed=1, device="cuda")[0]
+    tensors = *make_inputs(case.shape, case.kind, device="cuda"), d_out
+    judge_programs_that_stay(tensors, case.sm_scale, case.block_mask("cuda"), case.dense("cuda"), label)
+
+
+@pytest.mark.skipif(not HOPPER, reason="a kernel for Hopper")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", MANY)
+def test_programs_that_stay_have_many_columns(mask, head_dim):
+    tensors, block_mask = many_tiles(mask, head_dim)
+    judge_programs_that_stay(tensors, None, block_mask, block_mask.to_dense(), f"{mask} D{head_dim}")
 
 
 def test_in_a_cuda_graph():

@@ -8,7 +8,7 @@ Three tables, of 4 sequences and 16 heads of 128 columns in bfloat16, causal, un
 blocks of 64, 8 near ones, a stride of 16. `forward` and `backward`: the block-sparse engine, the same with
 two dense heads at some lengths, what its copies take alone (`attnlib.bench.copies_alone`), forward without
 `leaves_out`, the kernel of chapter 33 at two of them, and dense attention; of the backward pass also what it
-was made of, its keys in order, and gathered with the first queries first.
+was made of, its keys in order, and gathered with the first queries first, and programs that stay on their SM.
 `decode`: one token against a cache that keeps what the pattern needs, and against one that keeps all. `share`
 is the part of causal attention's blocks that a pattern keeps, `mask_ms` what making the mask and its lists
 takes.
@@ -34,7 +34,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from attnlib import BlockMask, S2Pattern, attention, attention_decode  # noqa: E402
+from attnlib import BlockMask, S2Pattern, attention, attention_decode, dispatch  # noqa: E402
 from attnlib.bench import backward, copies_alone, harness, records, sources  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.oracle import Oracle, make_inputs  # noqa: E402
@@ -49,7 +49,7 @@ from attnlib.params import MaskWindow, Params  # noqa: E402
 DEVICE = "cuda"
 OURS, HYBRID, STEP, DENSE = "S2", "S2, 2 dense heads", "33_s2", "attnlib"
 COPIES, WHOLE = "S2, copies", "S2, no step left out"
-IN_ORDER, FIRST_FIRST = "S2, keys in order", "S2, first queries first"
+IN_ORDER, FIRST_FIRST, STAYS = "S2, keys in order", "S2, first queries first", "S2, programs stay"
 BATCH, HEADS, WIDTH = 4, 16, 128
 LENGTHS = tuple(1024 << i for i in range(8))
 HYBRID_LENGTHS = 16384, 65536
@@ -58,6 +58,7 @@ CACHES = 16384, 65536, 131072
 PATTERN = S2Pattern(HEADS)
 PATTERNS = {
     OURS: PATTERN, WHOLE: PATTERN, STEP: PATTERN, IN_ORDER: PATTERN, FIRST_FIRST: PATTERN,
+    STAYS: PATTERN,
     HYBRID: S2Pattern(HEADS, dense_heads=2),
     DENSE: S2Pattern(HEADS, dense_heads=HEADS),
 }  # fmt: skip
@@ -196,6 +197,16 @@ def differentiated(call: Callable, tensors: Tensors) -> Function:
     return lambda: torch.autograd.grad(out, leaves, tensors[3], retain_graph=True)
 
 
+def staying(mask: BlockMask, tensors: Tensors) -> Function:
+    """The backward pass by programs that stay on their SM, with its launches prepared as those of a call."""
+    q, k, v, d_out = tensors
+    params = Params(MaskWindow(None, None), WIDTH**-0.5, return_lse=True, block_mask=mask)
+    out, lse = dispatch.forward(q, k, v, params)
+    own = params._replace(config=replace(hopper.configuration(q, k, v, params, True), persistent=True))
+    own = own._replace(plan=hopper.prepare(signature(own, q, k, d_out, q, k, v, out), backward=True))
+    return lambda: hopper.backward(d_out, q, k, v, out, lse, own)
+
+
 def prefill_rows(length: int, gradients: bool, setting: Setting) -> Iterator[dict[str, Any]]:
     shape = shape_of(length)
     tensors = [*make_inputs(shape, device=DEVICE), make_inputs(shape, seed=1, device=DEVICE)[0]]
@@ -213,6 +224,9 @@ def prefill_rows(length: int, gradients: bool, setting: Setting) -> Iterator[dic
     if not gradients:
         make = lambda: copies_alone.call_of(*tensors[:3], PATTERN.mask(length, DEVICE))  # noqa: E731
         runs.append(Run(COPIES, shape, make, [], PATTERN.share(length)))
+    else:
+        make = lambda: staying(PATTERN.mask(length, DEVICE), tensors)  # noqa: E731
+        runs.append(Run(STAYS, shape, make, judged[PATTERN], PATTERN.share(length) * factor))
     harness.time_rounds(runs, None, setting, lambda text: None)
     yield from (run.row for run in runs)
 

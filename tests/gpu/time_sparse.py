@@ -475,21 +475,31 @@ class Run:
         row_of(f"{self.name} causal, bias", part, self.flops, times(calls, self.rounds), None)
 
     def backward_configurations(self) -> None:
-        """The Hopper backward kernel in its configurations, at 25%; and the portable ones."""
-        from attnlib.kernels.sparse import hopper, portable
-        from attnlib.kernels.sparse.configs_hopper import hopper_sparse_backward_config
+        """The Hopper backward kernel in its configurations, and the portable ones, under random blocks, a
+        quarter and a sixteenth, and under a diagonal."""
+        for kept in (1 / 4, 1 / 16):
+            keep = kept_blocks(self.q.shape[1], self.seqlen, kept)
+            mask = BlockMask.from_blocks(keep, self.seqlen, self.seqlen)
+            self.backward_configurations_under(mask, f"kept {kept:.1%}", kept)
+        mask = BlockMask.from_function(causal, self.seqlen, self.seqlen, device="cuda")
+        self.backward_configurations_under(mask, "causal", (self.seqlen + 1) / (2 * self.seqlen))
 
-        keep = kept_blocks(self.q.shape[1], self.seqlen, 1 / 4)
-        mask = BlockMask.from_blocks(keep, self.seqlen, self.seqlen)
+    def backward_configurations_under(self, mask: BlockMask, what: str, part: float) -> None:
+        """part: the share of all scores that the mask keeps."""
+        from attnlib.kernels.sparse import hopper, portable
+
         judge, calls = Judge(self.tensors, mask), {}
         window, scale = MaskWindow(None, None), self.head_dim**-0.5
         params = Params(window, scale, return_lse=True, block_mask=mask)
         out, lse = dispatch.forward(self.q, self.k, self.v, params)
         given = self.d_out, self.q, self.k, self.v, out, lse
         tried = {"portable": (portable, portable.configuration(self.q, self.k, self.v, params, True))}
-        chosen = hopper_sparse_backward_config(self.head_dim)
+        chosen = hopper.configuration(self.q, self.k, self.v, params, backward=True)
         configs = {"chosen": chosen, "one section": replace(chosen, l2_bytes=1 << 40)}
         if self.head_dim <= 128:
+            configs |= {"stays": replace(chosen, persistent=True)}
+            configs |= {"stays, one section": replace(chosen, persistent=True, l2_bytes=1 << 40)}
+            configs |= {"stays, alternate": replace(chosen, persistent=True, alternate=True)}
             configs |= {"rounded P": replace(chosen, half_p=not chosen.half_p)}
             configs |= {"64 queries": replace(chosen, block_m=64)}
             configs |= {"alternate": replace(chosen, alternate=True)}
@@ -500,8 +510,7 @@ class Run:
             own = params._replace(config=config)
             call = lambda own=own, family=family: family.backward(*given, own)  # noqa: E731
             self.right &= checked(f"attnlib {name}", call, judge.backward, calls)
-        label = f"{self.name} backward kept 25.0%"
-        row_of(label, 1 / 4, 2.5 * self.flops, times(calls, self.rounds), None)
+        row_of(f"{self.name} backward {what}", part, 2.5 * self.flops, times(calls, self.rounds), None)
 
 
 def making() -> list[dict]:

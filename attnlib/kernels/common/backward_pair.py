@@ -48,10 +48,10 @@ def tell_start(j, n, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(a, b, j, WG: gl.constexpr, plan: gl.constexpr):
-    """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]."""
+def issue_scores(a, b, j, WG: gl.constexpr, plan: gl.constexpr, first=0):
+    """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]. The keys begin at buffer `first`."""
     zero = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
-    a = matrix(a, WG + opaque_zero(j))
+    a = matrix(a, first + WG + opaque_zero(j))
     return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 

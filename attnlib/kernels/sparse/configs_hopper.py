@@ -157,6 +157,8 @@ class HopperSparseBackwardConfig:
         copies_bias: a bias that TMA can read comes through shared memory.
         gathered: walk along `BlockMask.gathered`, whose programs have two units of 64 keys from any place.
         alternate: the two consumers start their products in turns. Not in the wide kernel.
+        persistent: a program stays on its SM and computes one column of tiles after the other, see
+            `hopper_backward_columns`; not in the wide kernel, and not under a bias or a function.
         bias: how the gradient of a bias is made; a tile: by the kernel in plain Triton.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
@@ -170,6 +172,7 @@ class HopperSparseBackwardConfig:
     copies_bias: bool = True
     gathered: bool = False
     alternate: bool = False
+    persistent: bool = False
     bias: SparseTile | HopperBiasConfig = BIAS[128]
     consumer_registers: int = 240
     dq_registers: int = 0
@@ -178,7 +181,7 @@ class HopperSparseBackwardConfig:
     l2_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        for option in ("gathered", "alternate"):
+        for option in ("gathered", "alternate", "persistent"):
             if getattr(self, option) and self.block_n != 128:
                 raise ValueError(f"{option}: expected False with block_n={self.block_n}, got True")
 

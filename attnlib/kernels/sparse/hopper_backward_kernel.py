@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_pair import (
     await_ds,
@@ -42,10 +43,18 @@ from attnlib.kernels.common.backward_ring import (
 from attnlib.kernels.common.launch_order import overlap
 from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.sparse.bits import hide
+from attnlib.kernels.sparse.hopper_backward_columns import (
+    count_of,
+    head_of,
+    produce_columns,
+    release_keys,
+    set_of,
+)
 from attnlib.kernels.sparse.hopper_backward_steps import (
     Work,
     by_derivative,
     first_row,
+    keys_of,
     locate,
     memory,
     produce,
@@ -55,43 +64,68 @@ from attnlib.kernels.sparse.hopper_backward_steps import (
 
 
 @gluon.jit
-def _store(desc, x, buffer, row, work):
+def _store(desc, x, buffer, at, row):
     rows: gl.constexpr = buffer.shape[-2]
     columns: gl.constexpr = buffer.shape[-1]
     buffer.reshape([rows, columns]).store(x)
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [work.i_b, work.i_kv, row, 0], buffer)
+    tma.async_copy_shared_to_global(desc, tiling.coordinates(at, row, 0), buffer)
 
 
 @gluon.jit
-def _consume(
-    desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, FUNCTION: gl.constexpr, DERIVATIVE: gl.constexpr,
-    WG: gl.constexpr, plan: gl.constexpr,
+def _before(i, j, plan: gl.constexpr):
+    """The step before, -1 in the first one of a column."""
+    if plan.persistent:
+        return gl.where(j == 0, -1, i - 1)
+    else:
+        return j - 1
+
+
+@gluon.jit
+def _after(i, j, n, plan: gl.constexpr):
+    """The step whose S is formed; in the last one of a column of a persistent plan, the same."""
+    if plan.persistent:
+        return gl.where(j + 1 < n, i + 1, i)
+    else:
+        return j + 1
+
+
+@gluon.jit
+def _visit(
+    desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, column, n, t, c,
+    FUNCTION: gl.constexpr, DERIVATIVE: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
+    """The n steps of a column, and its dK and dV. Of a persistent plan, whose producer alone has the
+    `Column`: t, columns of this program before, and c, steps."""
     dtype: gl.constexpr = mem.k.dtype
     own_dq: gl.constexpr = WG * 64 * plan.dq_columns  # where its half begins
-    n = work.count
+    own_v = 0
+    if plan.persistent:
+        own_v = set_of(t)
 
-    mbarrier.wait(mem.k_full, 0)
-    mbarrier.wait(mem.q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=(issue_scores(mem.k, matrix(mem.q, 0), 0, WG, plan),))
-    mbarrier.wait(mem.v_full, 0)
+    mbarrier.wait(mem.k_full, t & 1)
+    mbarrier.wait(mem.q_full.index(slot_of(c)), parity_of(c))
+    s = warpgroup_mma_wait(0, deps=(issue_scores(mem.k, matrix(mem.q, slot_of(c)), 0, WG, plan),))
+    mbarrier.wait(mem.v_full, t & 1)
+    if plan.persistent:
+        tma.store_wait(0)  # dK of the column before has left by now
     dk = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
     dv = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
     for j in range(n):
-        slot = slot_of(j)
+        i = c + j
+        slot = slot_of(i)
         q = matrix(mem.q, slot)  # [BLOCK_M, D]
         do = matrix(mem.do, slot)  # [BLOCK_M, D]
 
         # 1. P and dS, while dP is under way.
-        mbarrier.wait(mem.do_full.index(slot), parity_of(j))
-        dp_token = issue_scores(mem.v, do, j, WG, plan)
+        mbarrier.wait(mem.do_full.index(slot), parity_of(i))
+        dp_token = issue_scores(mem.v, do, j, WG, plan, own_v)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         p, derivative = weights(
-            s, lse, mem, j, qk_scale, work, FUNCTION, DERIVATIVE, WG, plan
+            s, lse, mem, i, qk_scale, work, column, FUNCTION, DERIVATIVE, WG, plan
         )  # [64, BLOCK_M]
         if plan.partial:
-            if (told(mem, j & 3) & 1) == 1:
+            if (told(mem, i & 3) & 1) == 1:
                 p = hide(p, mem.words.index(2 * slot + WG).reshape([64, 4]), 0.0)
         p_half = gl.convert_layout(p.to(dtype), plan.p_layout)
         if plan.curved:
@@ -104,36 +138,91 @@ def _consume(
 
         # 2. dV, dQ of the step before, dK, and S of the step after.
         if plan.alternate:
-            await_start(j, WG)
+            await_start(i, WG)
         dv_token = warpgroup_mma(p_half, do, dv, is_async=True)
-        await_ds(j - 1, WG)
-        dq_token = issue_dq(mem.ds, mem.k, j - 1, WG, plan)
+        await_ds(_before(i, j, plan), WG)
+        dq_token = issue_dq(mem.ds, mem.k, i - 1, WG, plan)
         dv = warpgroup_mma_wait(2, deps=(dv_token,))
-        release(DO_FREE, j)
+        release(DO_FREE, i)
         dk_token = warpgroup_mma(gl.convert_layout(ds_half, plan.p_layout), q, dk, is_async=True)
-        next_slot = slot_of(j + 1)
+        next_slot = slot_of(_after(i, j, n, plan))
         if j + 1 < n:
-            mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
+            mbarrier.wait(mem.q_full.index(next_slot), parity_of(i + 1))
         s_token = issue_scores(mem.k, matrix(mem.q, next_slot), j, WG, plan)
         if plan.alternate:
-            tell_start(j, n, WG, plan)
+            tell_start(i, n, WG, plan)
         dq = warpgroup_mma_wait(2, deps=(dq_token,))
-        write_ds(mem, ds_half, j, WG)
+        write_ds(mem, ds_half, i, WG)
         # Not before the fence in there, which might wait for it.
-        add_sums(dq_ptr, told(mem, gl.maximum(j - 1, 0) & 3) >> 1, dq, j > 0, own_dq, plan)
+        block = told(mem, gl.maximum(i - 1, 0) & 3) >> 1
+        add_sums(dq_ptr, block, dq, j > 0, own_dq, plan, plan.persistent)
         dk = warpgroup_mma_wait(1, deps=(dk_token,))
-        release(Q_FREE, j)
+        if plan.persistent:
+            if j + 1 < n:
+                release(Q_FREE, i)
+        else:
+            release(Q_FREE, i)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
-    await_ds(n - 1, WG)
-    dq_token = issue_dq(mem.ds, mem.k, n - 1, WG, plan)
-    row = first_row(told(mem, 4), WG, plan)
-    _store(desc_dv, dv.to(dtype), mem.v.index(WG), row, work)
+    last = c + n - 1
+    if plan.persistent:
+        release(Q_FREE, last)
+    await_ds(last, WG)
+    dq_token = issue_dq(mem.ds, mem.k, last, WG, plan)
+    row = first_row(keys_of(mem, t), WG, plan)
+    if plan.persistent:
+        at = head_of(mem, t)
+    else:
+        at = column.i_b, column.i_kv
+    _store(desc_dv, dv.to(dtype), mem.v.index(own_v + WG), at, row)
     dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    add_sums(dq_ptr, told(mem, (n - 1) & 3) >> 1, dq, n > 0, own_dq, plan)
+    if plan.persistent:
+        release_keys()
+    add_sums(dq_ptr, told(mem, last & 3) >> 1, dq, n > 0, own_dq, plan, plan.persistent)
     tma.store_wait(0)
-    _store(desc_dk, (dk * sm_scale).to(dtype), mem.v.index(WG), row, work)
-    tma.store_wait(0)
+    _store(desc_dk, (dk * sm_scale).to(dtype), mem.v.index(own_v + WG), at, row)
+    if not plan.persistent:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _consume(
+    desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, column, FUNCTION: gl.constexpr,
+    DERIVATIVE: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr,
+):  # fmt: skip
+    if plan.persistent:
+        t = 0  # of the columns of this program
+        c = 0  # steps of those before
+        mbarrier.wait(mem.q_full.index(0), 0)
+        n = count_of(mem, 0)
+        while n > 0:
+            _visit(
+                desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, column, n, t, c,
+                FUNCTION, DERIVATIVE, WG, plan,
+            )  # fmt: skip
+            c += n
+            t += 1
+            mbarrier.wait(mem.q_full.index(slot_of(c)), parity_of(c))
+            n = count_of(mem, t)
+        if plan.alternate:
+            if WG == 0:
+                await_start(c, WG)
+        tma.store_wait(0)
+    else:
+        _visit(
+            desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, column, column.count, 0, 0,
+            FUNCTION, DERIVATIVE, WG, plan,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _produce(
+    desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, column, plan: gl.constexpr
+):  # fmt: skip
+    if plan.persistent:
+        produce_columns(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, plan)
+    else:
+        produce(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, column, plan)
 
 
 # ---------------------------------------------------------------- kernel
@@ -142,7 +231,7 @@ def _consume(
 NUMBERS = "H GROUP HEADS_KV SECTION num_m num_n mask_b mask_h place bias_b bias_h bias_m S_q S_k".split()
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=[*NUMBERS, "columns"])
 def attention_sparse_backward_hopper(
     desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     desc_dk, desc_dv,  # (B, H_kv, S_k, D)
@@ -172,22 +261,32 @@ def attention_sparse_backward_hopper(
     desc_bias=None,  # (B or 1, H or 1, S_q, S_k), where it is copied
     FUNCTION: gl.constexpr = None, DERIVATIVE: gl.constexpr = None,  # see the forward kernel
     OVERLAPS: gl.constexpr = False,  # with the launches before and after it, see `launch_order`
+    columns=None, counter_ptr=None,  # of a persistent plan: all columns, and a counter of them that is 0
 ):  # fmt: skip
     """dK, dV, and the sum of dQ / sm_scale over all columns; see the module docstring."""
-    i_b, i_kv, i_n, number, count = locate(
-        H, GROUP, HEADS_KV, SECTION, num_n, mask_b, mask_h, starts_ptr, order_ptr
-    )
+    if plan.persistent:
+        counter_ptr = counter_ptr.to(gl.pointer_type(gl.int32))
     work = Work(
-        H, GROUP, num_m, num_n, mask_h, starts_ptr, steps_ptr, bits_ptr, i_b, i_kv, i_n, number, count,
+        H, GROUP, HEADS_KV, SECTION, num_m, num_n, mask_b, mask_h, starts_ptr, steps_ptr, bits_ptr, order_ptr,
         inner, after, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k, units_ptr,
+        columns, counter_ptr,
     )  # fmt: skip
+    column = 0  # none: Triton has no tuples with a None
+    if not plan.persistent:
+        column = locate(gl.program_id(0), work)
     mem = memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, plan)
     fence_async_shared()
     if OVERLAPS:
         overlap()
     # A consumer's number is a constant, so each has code of its own.
     gl.warp_specialize([
-        (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, FUNCTION, DERIVATIVE, 0, plan)),
-        (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, FUNCTION, DERIVATIVE, 1, plan)),
-        (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, plan)),
+        (_consume, (
+            desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, column, FUNCTION, DERIVATIVE, 0, plan,
+        )),
+        (_consume, (
+            desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, column, FUNCTION, DERIVATIVE, 1, plan,
+        )),
+        (_produce, (
+            desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, column, plan,
+        )),
     ], [4, 1], [plan.registers.consumer, plan.registers.producer])

@@ -1,9 +1,10 @@
 """What the two Hopper backward kernels under a block mask have in common: the lists, what a producer copies
 and tells for each of their steps, and P of a step. Chapter 30 has block masks, chapter 21 kernels without.
 
-- A program has 64 or 128 keys of a key/value head (`plan.block_n`), in one or two buffers of 64, and visits,
-  for one query head of the group after the other, the queries on the list of these keys
-  (`block_mask.lists`, of columns). Only the producer reads the lists.
+- A column is 64 or 128 keys of a key/value head (`plan.block_n`), in one or two buffers of 64. A program
+  visits, for one query head of the group after the other, the queries on the list of these keys
+  (`block_mask.lists`, of columns). Only the producer reads the lists. A program has one column, or, with a
+  `persistent` plan, one after the other (`hopper_backward_columns`); j then counts the steps of all.
 - With Q and LSE2 of step j the producer sends a word, in told[j % 4]: twice the number of the block of
   queries over all heads, to which dQ is added, plus 1 if the step carries bits. It is stored before the
   producer arrives at q_full, and the place is filled again with step j + 4, for which the producer waits
@@ -37,6 +38,10 @@ from attnlib.kernels.sparse.hopper_scores import away, bias_of_keys, tanh
 LANES = gl.constexpr(2)
 """Places of a word in shared memory; all have it."""
 
+COLUMNS = gl.constexpr(4)  # of which words are kept, a power of two; see `hopper_backward_columns`
+WORDS = gl.constexpr(4)
+KEYS, COUNT, BATCH, HEAD = (gl.constexpr(w) for w in range(4))  # which keys, steps, batch element, kv head
+
 
 # ---------------------------------------------------------------- what is passed around
 
@@ -45,13 +50,14 @@ class Memory(NamedTuple):
     """Buffers and barriers in shared memory."""
 
     k: gl.shared_memory_descriptor  # [block_n / 64, 1, 1, 64, d]
-    v: gl.shared_memory_descriptor  # [block_n / 64, 1, 1, 64, d]
+    v: gl.shared_memory_descriptor  # [block_n / 64, 1, 1, 64, d], of a persistent plan twice as many
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
     lse: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
     delta: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
     words: gl.shared_memory_descriptor  # [parts * STAGES, 1, 1, 256]: of buffer w, parts * slot + w
-    told: gl.shared_memory_descriptor  # [5, LANES]: the last one says which keys the program has
+    told: gl.shared_memory_descriptor  # [4, LANES], and behind them words of columns: one, which keys the
+    # program has, or of a persistent plan COLUMNS * WORDS
     places: gl.shared_memory_descriptor  # [4, LANES], for ALiBi: of the first key, from a step's first query
     slopes: gl.shared_memory_descriptor  # [4, LANES], for ALiBi: of a step's head, times log2(e)
     bias: gl.shared_memory_descriptor  # copied, [parts * STAGES, 1, 1, block_m, 64]: numbered as words
@@ -70,17 +76,16 @@ class Work(NamedTuple):
 
     H: gl.tensor
     GROUP: gl.tensor
+    HEADS_KV: gl.tensor
+    SECTION: gl.tensor
     num_m: gl.tensor
     num_n: gl.tensor
+    mask_b: gl.tensor
     mask_h: gl.tensor
     starts: gl.tensor
     steps: gl.tensor
     bits: gl.tensor
-    i_b: gl.tensor  # of this program: batch element, key/value head, number of its keys,
-    i_kv: gl.tensor
-    i_n: gl.tensor
-    number: gl.tensor  # its list of the first head of the group, and the steps on those of all
-    count: gl.tensor
+    order: gl.tensor
     inner: gl.tensor  # of a score; None without
     after: gl.tensor
     place: gl.tensor
@@ -92,27 +97,36 @@ class Work(NamedTuple):
     S_q: gl.tensor
     S_k: gl.tensor
     units: gl.tensor  # see `block_mask.gathered`; None without
+    columns: gl.tensor  # of a persistent plan: how many there are, and a counter of them
+    counter: gl.tensor
+
+
+class Column(NamedTuple):
+    """Keys of a program, and their lists."""
+
+    i_b: gl.tensor  # batch element
+    i_kv: gl.tensor  # key/value head
+    i_n: gl.tensor  # number of the keys
+    number: gl.tensor  # of their list of the first head of the group
+    count: gl.tensor  # of steps on the lists of all heads
 
 
 # ---------------------------------------------------------------- begin of a program
 
 
 @gluon.jit
-def locate(H, GROUP, HEADS_KV, SECTION, num_n, mask_b, mask_h, starts_ptr, order_ptr):
-    """(batch element, key/value head, number of the keys, number of their list for the first head of the
-    group, steps on the lists of all heads) of this program."""
-    rank, head = tiling.by_sections(gl.program_id(0), num_n, HEADS_KV, SECTION)
-    i_b, i_kv = tiling.divide(head, H // GROUP)
-    mask = (i_b * mask_b + i_kv * GROUP * mask_h) * num_n
-    i_n = gl.load(order_ptr + mask + rank)
-    number = mask + i_n
-    # Before the program is divided among warps: a loop in a consumer's code makes ptxas take what follows it
-    # for different in each thread.
+def locate(number, work):
+    """The `Column` of this number; those of a head with the longest lists first. Not for the code of a
+    consumer: a loop in there makes ptxas take what follows it for different in each thread."""
+    rank, head = tiling.by_sections(number, work.num_n, work.HEADS_KV, work.SECTION)
+    i_b, i_kv = tiling.divide(head, work.H // work.GROUP)
+    mask = (i_b * work.mask_b + i_kv * work.GROUP * work.mask_h) * work.num_n
+    i_n = gl.load(work.order + mask + rank)
     count = 0
-    for g in range(GROUP):
-        own = starts_ptr + number + g * mask_h * num_n
+    for g in range(work.GROUP):
+        own = work.starts + mask + i_n + g * work.mask_h * work.num_n
         count += gl.load(own + 1) - gl.load(own)
-    return i_b, i_kv, i_n, number, count
+    return Column(i_b, i_kv, i_n, mask + i_n, count)
 
 
 @gluon.jit
@@ -130,15 +144,16 @@ def memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, pl
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype)
     if plan.parts == 1:
         p = gl.allocate_shared_memory(desc_k.dtype, [STAGES, 64, plan.block_m], half_layout)
+    sets: gl.constexpr = 2 if plan.persistent else 1  # of V
     return Memory(
         buffers(desc_k, plan.parts),
-        buffers(desc_v, plan.parts),
+        buffers(desc_v, sets * plan.parts),
         buffers(desc_q, STAGES),
         buffers(desc_do, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(desc_words.dtype, [slots, 1, 1, 256], desc_words.layout),
-        new_words(5, LANES),
+        new_words(4 + (COLUMNS * WORDS if plan.persistent else 1), LANES),
         places,
         slopes,
         bias,
@@ -154,12 +169,18 @@ def memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, pl
 
 
 @gluon.jit
-def place_of_keys(work, plan: gl.constexpr):
-    """The number of a program's keys; of those that are gathered, the numbers of both units."""
+def word_of_column(mem, t, w):
+    """Where word w of column t of this program is."""
+    return mem.told.index(4 + (t & (COLUMNS - 1)) * WORDS + w)
+
+
+@gluon.jit
+def place_of_keys(column, work, plan: gl.constexpr):
+    """The number of a column's keys; of those that are gathered, the numbers of both units."""
     if plan.gathered:
-        return gl.load(work.units + work.number)
+        return gl.load(work.units + column.number)
     else:
-        return work.i_n
+        return column.i_n
 
 
 @gluon.jit
@@ -175,22 +196,22 @@ def first_row(place, w, plan: gl.constexpr):
 
 
 @gluon.jit
-def _copy_keys(desc, bar, buffers, keys, work, plan: gl.constexpr):
-    """Of K or V, 64 rows into each buffer. keys: `place_of_keys`."""
+def copy_keys(desc, bar, buffers, keys, column, plan: gl.constexpr, first=0):
+    """Of K or V, 64 rows into each buffer from `first` on. keys: `place_of_keys`."""
     mbarrier.expect(bar, plan.parts * desc.block_type.nbytes)
     for w in gl.static_range(plan.parts):
-        row = first_row(keys, w, plan)
-        tma.async_copy_global_to_shared(desc, [work.i_b, work.i_kv, row, 0], bar, buffers.index(w))
+        place = tiling.coordinates((column.i_b, column.i_kv), first_row(keys, w, plan), 0)
+        tma.async_copy_global_to_shared(desc, place, bar, buffers.index(first + w))
 
 
 @gluon.jit
-def _copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, work, plan: gl.constexpr):
+def copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, column, work, plan: gl.constexpr):
     """Q and LSE2 of step j, entry e of the lists: block m of a head; and what consumers are told of it."""
     slot = slot_of(j)
     bar = mem.q_full.index(slot)
     biases: gl.constexpr = plan.parts * desc_bias.block_type.nbytes if plan.copies_bias else 0
     size: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes + biases
-    i_h = head - work.i_b * work.H
+    i_h = head - column.i_b * work.H
     word = 2 * (head * work.num_m + m)
     bits = 0
     if plan.partial:
@@ -198,7 +219,7 @@ def _copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, work, 
         word += (bits >= 0).to(gl.int32)
     put_word(mem.told.index(j & 3), word)
     if plan.alibi:
-        place = work.i_n * plan.block_n - (m * plan.block_m + work.place)
+        place = column.i_n * plan.block_n - (m * plan.block_m + work.place)
         slope = gl.load(work.alibi + i_h) * LOG2_E
         put_word(mem.places.index(j & 3), place)
         put_word(mem.slopes.index(j & 3), slope)
@@ -214,54 +235,60 @@ def _copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, work, 
         mbarrier.expect(bar, size + plan.parts * desc_words.block_type.nbytes, pred=there)
         mbarrier.expect(bar, size, pred=bits < 0)
         for w in gl.static_range(plan.parts):
-            half = w if plan.parts == 2 else work.i_n & 1  # of the keys of the tile
+            half = w if plan.parts == 2 else column.i_n & 1  # of the keys of the tile
             words = mem.words.index(plan.parts * slot + w)
             tma.async_copy_global_to_shared(desc_words, [bits, half, 0], bar, words, pred=there)
     else:
         mbarrier.expect(bar, size)
-    place = tiling.coordinates((work.i_b, i_h), m * plan.block_m, 0)
+    place = tiling.coordinates((column.i_b, i_h), m * plan.block_m, 0)
     tma.async_copy_global_to_shared(desc_q, place, bar, mem.q.index(slot))
     tma.async_copy_global_to_shared(desc_rows, [LSE2, head, m * plan.block_m], bar, mem.lse.index(slot))
     if plan.copies_bias:
-        own_b = work.i_b if plan.bias_batches else 0
+        own_b = column.i_b if plan.bias_batches else 0
         own_h = i_h if plan.bias_heads else 0
         for w in gl.static_range(plan.parts):
-            place = [own_b, own_h, m * plan.block_m, work.i_n * plan.block_n + w * 64]
+            place = [own_b, own_h, m * plan.block_m, column.i_n * plan.block_n + w * 64]
             tma.async_copy_global_to_shared(desc_bias, place, bar, mem.bias.index(plan.parts * slot + w))
 
 
 @gluon.jit
-def _copy_do(desc_do, desc_rows, mem, j, head, m, work, plan: gl.constexpr):
+def copy_do(desc_do, desc_rows, mem, j, head, m, column, work, plan: gl.constexpr):
     slot = slot_of(j)
     bar = mem.do_full.index(slot)
     mbarrier.expect(bar, desc_do.block_type.nbytes + desc_rows.block_type.nbytes)
-    at = work.i_b, head - work.i_b * work.H
+    at = column.i_b, head - column.i_b * work.H
     place = tiling.coordinates(at, m * plan.block_m, 0)
     tma.async_copy_global_to_shared(desc_do, place, bar, mem.do.index(slot))
     tma.async_copy_global_to_shared(desc_rows, [DELTA, head, m * plan.block_m], bar, mem.delta.index(slot))
 
 
 @gluon.jit
+def list_of(column, g, work):
+    """(query head over all batch elements, first entry, end) of the list of head g of the group."""
+    number = column.number + g * work.mask_h * work.num_n
+    head = column.i_b * work.H + column.i_kv * work.GROUP + g
+    return head, gl.load(work.starts + number), gl.load(work.starts + number + 1)
+
+
+@gluon.jit
 def produce(
-    desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, plan: gl.constexpr
+    desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, column, plan: gl.constexpr
 ):  # fmt: skip
     # Consumers need the place of their keys at the end alone, and have no register for it until then.
-    keys = place_of_keys(work, plan)
-    put_word(mem.told.index(4), keys)
-    _copy_keys(desc_k, mem.k_full, mem.k, keys, work, plan)
+    keys = place_of_keys(column, work, plan)
+    put_word(word_of_column(mem, 0, KEYS), keys)
+    copy_keys(desc_k, mem.k_full, mem.k, keys, column, plan)
     j = 0
     for g in range(work.GROUP):
-        number = work.number + g * work.mask_h * work.num_n
-        head = work.i_b * work.H + work.i_kv * work.GROUP + g
-        first, end = gl.load(work.starts + number), gl.load(work.starts + number + 1)
+        head, first, end = list_of(column, g, work)
         for e in range(first, end):
             m = gl.load(work.steps + e)  # a step takes microseconds: no need to load it earlier
             acquire(Q_FREE, j)
-            _copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, work, plan)
+            copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, column, work, plan)
             if j == 0:
-                _copy_keys(desc_v, mem.v_full, mem.v, keys, work, plan)
+                copy_keys(desc_v, mem.v_full, mem.v, keys, column, plan)
             acquire(DO_FREE, j)
-            _copy_do(desc_do, desc_rows, mem, j, head, m, work, plan)
+            copy_do(desc_do, desc_rows, mem, j, head, m, column, work, plan)
             j += 1
 
 
@@ -275,20 +302,26 @@ def told(mem, place):
 
 
 @gluon.jit
+def keys_of(mem, t=0):
+    """Which keys column t of this program has, see `place_of_keys`."""
+    return word_in(word_of_column(mem, t, KEYS))
+
+
+@gluon.jit
 def weights(
-    s, lse, mem, j, qk_scale, work, FUNCTION: gl.constexpr, DERIVATIVE: gl.constexpr, WG: gl.constexpr,
-    plan: gl.constexpr,
+    s, lse, mem, j, qk_scale, work, column, FUNCTION: gl.constexpr, DERIVATIVE: gl.constexpr,
+    WG: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
     """P^T of step j for the keys of buffer WG, before its bits, and the derivative of its scores:
     [64, BLOCK_M] twice."""
     derivative = 1.0
     if plan.function:
-        key, query = told(mem, 4) * plan.block_n + WG * 64, word_in(mem.queries.index(j & 3))
+        key, query = keys_of(mem) * plan.block_n + WG * 64, word_in(mem.queries.index(j & 3))
         o_n = key + gl.arange(0, 64, layout=gl.SliceLayout(1, plan.s_layout))[:, None]  # [64, 1]
         o_m = query + gl.arange(0, plan.block_m, layout=gl.SliceLayout(0, plan.s_layout))[None, :]
         i_h, s = word_in(mem.heads.index(j & 3)), s * work.inner
-        derivative = DERIVATIVE(s, o_m, o_n, i_h, work.i_b)
-        s = FUNCTION(s, o_m, o_n, i_h, work.i_b)
+        derivative = DERIVATIVE(s, o_m, o_n, i_h, column.i_b)
+        s = FUNCTION(s, o_m, o_n, i_h, column.i_b)
     if plan.soft_cap:
         if plan.function:
             s = tanh(s * work.after)
@@ -297,7 +330,7 @@ def weights(
             s = tanh(s * work.inner)
             derivative = 1.0 - s * s
     if plan.bias:
-        lse = lse - _bias(mem, j, work, WG, plan) * LOG2_E
+        lse = lse - _bias(mem, j, work, column, WG, plan) * LOG2_E
     if plan.alibi:
         place = word_in(mem.places.index(j & 3)) + WG * 64
         s = away(s * qk_scale, word_in(mem.slopes.index(j & 3)), place)
@@ -320,14 +353,14 @@ def by_derivative(p, derivative, plan: gl.constexpr):
 
 
 @gluon.jit
-def _bias(mem, j, work, WG: gl.constexpr, plan: gl.constexpr):
+def _bias(mem, j, work, column, WG: gl.constexpr, plan: gl.constexpr):
     """That of step j for the keys of buffer WG [64, BLOCK_M]."""
     if plan.copies_bias:
         buffer = mem.bias.index(plan.parts * slot_of(j) + WG).reshape([plan.block_m, 64])
         return buffer.permute((1, 0)).load(plan.s_layout).to(gl.float32)
     else:
         i_h, query = word_in(mem.heads.index(j & 3)), word_in(mem.queries.index(j & 3))
-        key = told(mem, 4) * plan.block_n + WG * 64
-        place = work.i_b.to(gl.int64) * work.bias_b + i_h.to(gl.int64) * work.bias_h
+        key = keys_of(mem) * plan.block_n + WG * 64
+        place = column.i_b.to(gl.int64) * work.bias_b + i_h.to(gl.int64) * work.bias_h
         place += query.to(gl.int64) * work.bias_m
         return bias_of_keys(work.bias + place, key, work.S_q - query, work.S_k, work.bias_m, plan)

@@ -70,22 +70,23 @@ def _issue_update(a_half, b, left, right, plan: gl.constexpr):
 
 
 @gluon.jit
-def _store(desc, left, right, buffer, work, plan: gl.constexpr):
+def _store(desc, left, right, buffer, column, plan: gl.constexpr):
     x = buffer.reshape([64, plan.d])
     x.slice(0, plan.half, 1).store(left)
     x.slice(plan.half, plan.half, 1).store(right)
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [work.i_b, work.i_kv, work.i_n * 64, 0], buffer)
+    tma.async_copy_shared_to_global(desc, [column.i_b, column.i_kv, column.i_n * 64, 0], buffer)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _values(
-    desc_dv, mem, qk_scale, work, FUNCTION: gl.constexpr, DERIVATIVE: gl.constexpr, plan: gl.constexpr
-):
+    desc_dv, mem, qk_scale, work, column, FUNCTION: gl.constexpr, DERIVATIVE: gl.constexpr,
+    plan: gl.constexpr,
+):  # fmt: skip
     """Warpgroup 0: P for warpgroup 1, and dV."""
     dtype: gl.constexpr = mem.k.dtype
-    n = work.count
+    n = column.count
 
     mbarrier.wait(mem.k_full, 0)
     mbarrier.wait(mem.q_full.index(0), 0)
@@ -95,7 +96,7 @@ def _values(
         slot = slot_of(j)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         p, derivative = weights(
-            s, lse, mem, j, qk_scale, work, FUNCTION, DERIVATIVE, 0, plan
+            s, lse, mem, j, qk_scale, work, column, FUNCTION, DERIVATIVE, 0, plan
         )  # [64, BLOCK_M]
         if plan.partial:
             if (told(mem, j & 3) & 1) == 1:
@@ -121,14 +122,14 @@ def _values(
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
     named_barrier("sync", END, 256)
-    _store(desc_dv, dv_left.to(dtype), dv_right.to(dtype), mem.do.index(0), work, plan)
+    _store(desc_dv, dv_left.to(dtype), dv_right.to(dtype), mem.do.index(0), column, plan)
 
 
 @gluon.jit
-def _keys(desc_dk, mem, sm_scale, work, plan: gl.constexpr):
+def _keys(desc_dk, mem, sm_scale, column, plan: gl.constexpr):
     """Warpgroup 1: dS for warpgroup 2, and dK, which leaves where V was."""
     dtype: gl.constexpr = mem.k.dtype
-    n = work.count
+    n = column.count
 
     mbarrier.wait(mem.v_full, 0)
     mbarrier.wait(mem.do_full.index(0), 0)
@@ -160,14 +161,14 @@ def _keys(desc_dk, mem, sm_scale, work, plan: gl.constexpr):
 
     named_barrier("arrive", END, 256)
     dk_left, dk_right = (dk_left * sm_scale).to(dtype), (dk_right * sm_scale).to(dtype)
-    _store(desc_dk, dk_left, dk_right, mem.v.index(0), work, plan)
+    _store(desc_dk, dk_left, dk_right, mem.v.index(0), column, plan)
 
 
 @gluon.jit
-def _queries(dq_ptr, mem, work, plan: gl.constexpr):
+def _queries(dq_ptr, mem, column, plan: gl.constexpr):
     """Warpgroup 2: dQ, one half of the columns after the other."""
     mbarrier.wait(mem.k_full, 0)
-    for j in range(work.count):
+    for j in range(column.count):
         slot = slot_of(j)
         named_barrier("sync", DS_FULL + slot, 256)
         block = told(mem, j & 3) >> 1
@@ -220,20 +221,20 @@ def attention_sparse_backward_hopper_wide(
     OVERLAPS: gl.constexpr = False,  # with the launches before and after it, see `launch_order`
 ):  # fmt: skip
     """dK, dV, and the sum of dQ / sm_scale over all columns; see the module docstring."""
-    i_b, i_kv, i_n, number, count = locate(
-        H, GROUP, HEADS_KV, SECTION, num_n, mask_b, mask_h, starts_ptr, order_ptr
-    )
     work = Work(
-        H, GROUP, num_m, num_n, mask_h, starts_ptr, steps_ptr, bits_ptr, i_b, i_kv, i_n, number, count,
-        inner, after, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k, units_ptr,
+        H, GROUP, HEADS_KV, SECTION, num_m, num_n, mask_b, mask_h, starts_ptr, steps_ptr, bits_ptr, order_ptr,
+        inner, after, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k, units_ptr, None, None,
     )  # fmt: skip
+    column = locate(gl.program_id(0), work)
     mem = memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, plan)
     fence_async_shared()
     if OVERLAPS:
         overlap()
     gl.warp_specialize([
-        (_keys, (desc_dk, mem, sm_scale, work, plan)),
-        (_values, (desc_dv, mem, qk_scale, work, FUNCTION, DERIVATIVE, plan)),
-        (_queries, (dq_ptr, mem, work, plan)),
-        (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, plan)),
+        (_keys, (desc_dk, mem, sm_scale, column, plan)),
+        (_values, (desc_dv, mem, qk_scale, work, column, FUNCTION, DERIVATIVE, plan)),
+        (_queries, (dq_ptr, mem, column, plan)),
+        (produce, (
+            desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, mem, work, column, plan,
+        )),
     ], [4, 4, 1], [plan.registers.consumer, plan.registers.dq, plan.registers.producer])

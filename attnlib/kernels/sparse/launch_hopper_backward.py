@@ -74,10 +74,13 @@ def prepare(call: Signature) -> BackwardPlan | None:
     width = tile_width(call.head_dim)
     first = preprocess(call, d_out, out, TILE, width)  # lists may name queries up to a whole tile
     own_bias = isinstance(config.bias, HopperBiasConfig)
-    if own_bias:
-        first = first.followed_by(CHUNK, zeros=True)  # its counter
+    changes = call.score is not None and bool(call.score.bias or call.score.function)
+    persistent = config.persistent and not changes
+    if own_bias or persistent:
+        first = first.followed_by(CHUNK, zeros=True)  # a counter
     num_n = -(-S_k // TILE) * (TILE // config.block_n)
-    if max(num_n * B * H_kv, first.heads * (first.padded // 64), S_k) >= LIMIT // 2:
+    columns = num_n * B * H_kv
+    if max(columns, first.heads * (first.padded // 64), S_k) >= LIMIT // 2:
         raise ValueError(
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
         )
@@ -88,11 +91,12 @@ def prepare(call: Signature) -> BackwardPlan | None:
     overlaps = device.overlaps(call.device)
     launch = Launch(
         KERNELS[config.block_n],
-        (num_n * B * H_kv, 1, 1),
+        (min(columns, device.num_sms(call.device)) if persistent else columns, 1, 1),
         descriptors=descriptors((q, k, v, d_out, dk.window, dv.window), mask.slots, first, call, bias),
         pointers={"dq_ptr": Part("buffer")}
         | {f"{name}_ptr": Part(f"column_{name}") for name in ("starts", "steps", "bits", "order")}
-        | {"alibi_ptr": Part("alibi"), "bias_ptr": bias_part(call), "units_ptr": Part("units")},
+        | {"alibi_ptr": Part("alibi"), "bias_ptr": bias_part(call), "units_ptr": Part("units")}
+        | ({"counter_ptr": first.following} if persistent else {}),
         scalars={
             "qk_scale": scale,
             "inner": inner,
@@ -108,9 +112,10 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "num_m": first.padded // config.block_m,
             "num_n": num_n,
             **mask_strides(call),
+            **({"columns": columns} if persistent else {}),
         },
         constants={
-            "plan": make_plan(width, config, mask.partial, score, bias is not None),
+            "plan": make_plan(width, config, mask.partial, score, bias is not None, persistent),
             "FUNCTION": None if score is None else score.function,
             "DERIVATIVE": None if score is None else score.derivative,
             "OVERLAPS": overlaps,
@@ -126,7 +131,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
 
 def make_plan(
     width: int, config: HopperSparseBackwardConfig, partial: bool, score: ScoreForm | None = None,
-    copies_bias: bool = False,
+    copies_bias: bool = False, persistent: bool = False,
 ):  # fmt: skip
     """The kernel's constants."""
     from attnlib.kernels.common.pipeline import Registers, WideRegisters
@@ -142,7 +147,7 @@ def make_plan(
     return kind(
         width, config.block_m, half_p, partial, registers, cap is not None, alibi,
         diagonal=score is not None and score.diagonal, function=function, gathered=config.gathered,
-        alternate=config.alternate, **bias_plan(score, copies_bias),
+        alternate=config.alternate, persistent=persistent, **bias_plan(score, copies_bias),
     )  # fmt: skip
 
 

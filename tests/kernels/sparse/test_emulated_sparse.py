@@ -31,6 +31,7 @@ from attnlib.kernels.sparse import (
     hopper_tiles,
     queries,
 )
+from attnlib.kernels.sparse import hopper_backward_columns as columns
 from attnlib.kernels.sparse import hopper_backward_steps as steps
 from attnlib.kernels.sparse import hopper_backward_wide_kernel as wide
 from attnlib.kernels.sparse.configs_hopper import (
@@ -198,6 +199,7 @@ def test_orders(call, order):
 
 
 ALTERNATE = {D: replace(hopper_sparse_backward_config(D), alternate=True) for D in (64, 128)}
+STAYS = {D: replace(hopper_sparse_backward_config(D), persistent=True) for D in (64, 128)}
 WIDE = hopper_sparse_backward_config(256)  # programs of 64 keys, here of 128 columns, which take less time
 BACKWARD = {
     **{f"{mask}": Call(mask=mask) for mask in FUNCTIONS},
@@ -223,6 +225,15 @@ BACKWARD = {
     "128 gathered": Call(128, "S2, shared keys", 400, 400, 4, 2, 2, torch.bfloat16),
     "128 gathered, a sequence": Call(128, "S2, shared keys", 400, 400, 4, 2, 1, torch.bfloat16),
     "gathered, a dense head": Call(64, "S2, a dense head", 650, 650, 3, 3),
+    "stays, random": Call(64, "random", 300, 384, 3, 3, config=STAYS[64]),
+    "stays, 128 by both": Call(128, "band by both", 140, 300, 4, 2, 2, config=STAYS[128]),
+    "stays, one step each": Call(128, "all", 1, 700, config=STAYS[128]),
+    "stays, one group": Call(64, "random", 128, 384, 6, 1, config=STAYS[64]),
+    "stays, one row": Call(64, "all", 1, 1, config=STAYS[64]),
+    "stays, 128 gathered": Call(
+        128, "S2, shared keys", 400, 400, 4, 2, 2, torch.bfloat16, config=replace(STAYS[128], gathered=True)
+    ),
+    "stays, alternate": Call(64, "random", 300, 384, 3, 3, config=replace(STAYS[64], alternate=True)),
     "256 random": Call(256, "random", 300, 384, 3, 3),
     "256 documents": Call(256, "documents", 260, 390),
     "256 many steps": Call(256, "dots", 390, 70, sm_scale=-0.05),
@@ -254,7 +265,7 @@ def test_who_leaves_out_steps():
         assert not hopper_sparse_config(head_dim, short=True).leaves_out  # ALiBi, a bias or a function
 
 
-@pytest.mark.parametrize("option", ["gathered", "alternate"])
+@pytest.mark.parametrize("option", ["gathered", "alternate", "persistent"])
 def test_what_programs_of_64_keys_do_without(option):
     with pytest.raises(ValueError, match=f"^{option}: expected False with block_n=64, got True$"):
         replace(WIDE, **{option: True})
@@ -290,7 +301,7 @@ def test_whose_consumers_alternate(D):
 
 ORDERED_BACKWARD = (
     "many steps", "128 many steps", "by both", "one group", "wide many steps", "wide by both",
-    "128 gathered, a sequence",
+    "128 gathered, a sequence", "stays, one step each", "stays, 128 gathered", "stays, alternate",
 )  # fmt: skip
 ALIKE = [f"wide {mask}" for mask in FUNCTIONS if mask in ("all", "dots", "corner") or "by" in mask]
 """Masks whose kinds of tiles other calls of this kernel have."""
@@ -299,7 +310,8 @@ SOME = [call for call in BACKWARD if call not in (*ORDERED_BACKWARD, *ALIKE, *BY
 
 @pytest.mark.parametrize("call", with_more(SOME, BACKWARD))
 def test_backward(call):
-    check_backward(BACKWARD[call])
+    kernel = check_backward(BACKWARD[call])
+    assert not call.startswith("stays") or kernel.programs <= 2  # SMs
 
 
 @pytest.mark.parametrize(("call", "order"), in_turn(ORDERED_BACKWARD, ORDERS))
@@ -430,7 +442,7 @@ MUTATIONS += [
     backward("no step has bits", "many steps", WRONG, ("word += (bits >= 0).to(gl.int32)", "word += 0"),
              steps),
     backward("dQ is added to the block of the step itself", "many steps", WRONG,
-             ("gl.maximum(j - 1, 0) & 3", "j & 3")),
+             ("gl.maximum(i - 1, 0) & 3", "i & 3")),
     backward("there are two places for words", "many steps", "Race|Assertion|IndexError",
              ("put_word(mem.told.index(j & 3)", "put_word(mem.told.index(j & 1)"), steps),
     backward("Q is filled without asking", "many steps", "Race|Deadlock|Assertion",
@@ -440,21 +452,21 @@ MUTATIONS += [
     backward("dS is not fenced", "128 many steps", "Race",
              ("    fence_async_shared()\n    tell_ds(j, WG)", "    tell_ds(j, WG)"), backward_pair),
     backward("dS is not waited for", "128 many steps", "Race|Deadlock",
-             ("        await_ds(j - 1, WG)\n", "")),
+             ("        await_ds(_before(i, j, plan), WG)\n", "")),
     backward("all heads of a group have the mask of the first", "by both", f"{WRONG}|Deadlock",
-             ("number = work.number + g * work.mask_h * work.num_n", "number = work.number + 0 * g"), steps),
+             ("column.number + g * work.mask_h * work.num_n", "column.number + 0 * g"), steps),
     backward("steps of the first head alone are counted", "one group", "Race|Deadlock|Assertion",
              ("count += gl.load(own + 1) - gl.load(own)", "count = gl.load(own + 1) - gl.load(own)"), steps),
     backward("dK is not scaled", "many steps", WRONG, ("(dk * sm_scale)", "(dk * 1.0)")),
     *(backward(bug, "128 gathered, a sequence", WRONG, edit, steps) for bug, edit in (
         ("both buffers have the first unit of keys", ("(16 * w)) & 0xFFFF) * 64", "(0 * w)) & 0xFFFF) * 64")),
         ("all key heads have the units of the first",
-         ("work.units + work.number)", "work.units + work.i_n)")),
+         ("work.units + column.number)", "work.units + column.i_n)")),
         ("gathered keys lie at the place of their tile",
-         ("gl.load(work.units + work.number)", "2 * work.i_n + ((2 * work.i_n + 1) << 16)")),
+         ("gl.load(work.units + column.number)", "2 * column.i_n + ((2 * column.i_n + 1) << 16)")),
     )),
     backward("gradients of gathered keys go to the first unit", "128 gathered, a sequence", WRONG,
-             ("first_row(told(mem, 4), WG, plan)", "first_row(told(mem, 4), 0, plan)")),
+             ("first_row(keys_of(mem, t), WG, plan)", "first_row(keys_of(mem, t), 0, plan)")),
     *(backward(bug, "wide many steps", verdict, edit, wide) for bug, verdict, edit in (
         ("the bits are those of the other slot", "Race|Assertion",
          ("mem.words.index(slot)", "mem.words.index(1 - slot)")),
@@ -468,20 +480,45 @@ MUTATIONS += [
          ('            named_barrier("sync", DS_FREE + slot, 256)\n', "            pass\n")),
         ("dV leaves before dP has read dO", "Race|Deadlock|Assertion",
          ('    named_barrier("sync", END, 256)\n', "")),
-        ("dV is that of the keys after", WRONG, ("work.i_n * 64, 0]", "work.i_n * 64 + 64, 0]")),
+        ("dV is that of the keys after", WRONG, ("column.i_n * 64, 0]", "column.i_n * 64 + 64, 0]")),
+    )),
+    *(backward(bug, "stays, one step each", verdict, edit, columns) for bug, verdict, edit in (
+        ("K is overwritten while dQ reads it", "Race|Deadlock",
+         ('named_barrier("sync", K_FREE, 2 * 128 + 32)', "pass")),
+        ("V has one set", "Race|Deadlock", ("return 2 * (t & 1)", "return 0 * (t & 1)")),
+        ("the end is not told", f"Race|Deadlock|{WRONG}", ("COUNT), 0)", "COUNT), 1)")),
+        ("dK and dV of a column go to the one before", WRONG, ("KEYS), keys)", "KEYS), keys - (keys > 0))")),
+    )),
+    backward("words of columns have one place", "stays, one step each", f"Race|{WRONG}",
+             ("(t & (COLUMNS - 1)) * WORDS + w", "(t & 0) * WORDS + w"), steps),
+    *(backward(bug, call, verdict, edit) for bug, call, verdict, edit in (
+        ("K is waited for once", "stays, one step each", "Race|Deadlock",
+         ("mbarrier.wait(mem.k_full, t & 1)", "mbarrier.wait(mem.k_full, 0 * t)")),
+        ("V is waited for once", "stays, one step each", "Race|Deadlock",
+         ("mbarrier.wait(mem.v_full, t & 1)", "mbarrier.wait(mem.v_full, 0 * t)")),
+        ("dK is overwritten before it has left", "stays, one step each", "Race",
+         ("        tma.store_wait(0)  # dK of the column before has left by now\n", "        pass\n")),
+        ("K is released before dQ is formed", "stays, one step each", "Race|Deadlock",
+         ("    if plan.persistent:\n        release_keys()\n", "")),
+        ("dQ of a first step is added", "stays, 128 gathered", WRONG,
+         ("add_sums(dq_ptr, block, dq, j > 0", "add_sums(dq_ptr, block, dq, i > 0")),
+        ("a first step waits for dS of the column before", "stays, 128 gathered", "Deadlock",
+         ("gl.where(j == 0, -1, i - 1)", "i - 1")),
+        ("the last step forms S of a Q that is not there", "stays, 128 gathered", "Race",
+         ("gl.where(j + 1 < n, i + 1, i)", "i + 1")),
     )),
     # Not in a call with bits: these come with a fence of their own.
     backward("LSE is overwritten without a fence", "256 random", "Race",
              ("        fence_async_shared()  # between the loads of LSE", "        pass  # of LSE"), wide),
     backward("both halves of a tile's keys have the bits of the first", "wide many steps", WRONG,
-             ("else work.i_n & 1  # of", "else 0  # of"), steps),
+             ("else column.i_n & 1  # of", "else 0  # of"), steps),
 ]  # fmt: skip
 RUNS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(20))]
 
 
 def said_of(mutation: Mutation, mutants, order: str, seed: int) -> str:
     """What is said of a run; empty if nothing."""
-    backwards = mutation.module in (hopper_backward_kernel, wide, steps, backward_pair)
+    backwards = mutation.module in (hopper_backward_kernel, wide, columns, steps, backward_pair)
     run, calls = (check_backward, BACKWARD) if backwards else (check, CALLS)
     try:
         run(calls[mutation.caught_by], order, seed, mutants=mutants)
