@@ -309,17 +309,30 @@ def run_pooled(call: PooledCall) -> tuple:
     return attention_pooled(q, k, v, block=call.size, causal=call.causal, impl=call.kept)
 
 
+def give_room(numbers: int) -> int:
+    """Lists of entmax have room for so many numbers; returns for how many before."""
+    from attnlib.kernels.entmax import call, launch, launch_backward
+
+    usual, call.ROOM = call.ROOM, numbers
+    for module in (launch, launch_backward):
+        module.prepare.cache_clear()
+    return usual
+
+
 def run_entmax(call: EntmaxCall) -> tuple:
     """Output, threshold and gradients. A row that sees no key has no threshold: it is +inf."""
+    usual = give_room(call.room)
+    try:
+        return run_entmax_in_room(call)
+    finally:
+        give_room(usual)
+
+
+def run_entmax_in_room(call: EntmaxCall) -> tuple:
     import torch
 
     from attnlib import attention_entmax, attention_entmax_varlen
-    from attnlib.kernels.entmax import call as entmax_call
-    from attnlib.kernels.entmax import launch, launch_backward
 
-    entmax_call.ROOM = call.room
-    for module in (launch, launch_backward):
-        module.prepare.cache_clear()
     sizes = (4, 200), (2, 230), (2, 230)
     options = {"alpha": call.alpha, "causal": call.causal, "return_tau": True}
     if call.varlen:
