@@ -14,7 +14,7 @@ step of this one. It looks up the lists of that column meanwhile, and leaves wor
 
     q_full[slot]      Q and LSE2 of step i are there, in a column's first step its words, too
     k_full, v_full    K and V of column t are there (parity t & 1)
-    K_FREE            both consumers have formed the last dQ of a column, and its K may be overwritten
+    K_FREE + (t & 1)  both consumers have formed the last dQ of column t, and its K may be overwritten
 
 The producer copies V of column t + 1 behind K, so once K_FREE has been told for column t. Before that a
 consumer has waited until the gradients of column t - 1, which left from the same buffers, have been read.
@@ -34,7 +34,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, slot_of
-from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.tile_scheduler import draw, drawn, lanes
 from attnlib.kernels.common.words import put_word, word_in
 from attnlib.kernels.sparse.hopper_backward_steps import (
@@ -51,7 +50,7 @@ from attnlib.kernels.sparse.hopper_backward_steps import (
     word_of_column,
 )
 
-K_FREE = gl.constexpr(6)  # of the named barriers; START has 4 and 5, Q_FREE is 8
+K_FREE = gl.constexpr(6)  # of the named barriers, and 7; START has 4 and 5, Q_FREE is 8
 
 
 # ---------------------------------------------------------------- words of columns
@@ -69,12 +68,7 @@ def head_of(mem, t):
     return word_in(word_of_column(mem, t, BATCH)), word_in(word_of_column(mem, t, HEAD))
 
 
-# ---------------------------------------------------------------- K
-
-
-@gluon.jit
-def release_keys():
-    named_barrier("arrive", K_FREE, 2 * 128 + 32)
+# ---------------------------------------------------------------- sets of V
 
 
 @gluon.jit
@@ -114,8 +108,7 @@ def produce_columns(
                 acquire(DO_FREE, i)
                 copy_do(desc_do, desc_rows, mem, i, head, m, column, work, plan)
                 if j == 0:
-                    if t > 0:
-                        named_barrier("sync", K_FREE, 2 * 128 + 32)
+                    acquire(K_FREE, t + 1)  # from column t - 1
                     copy_keys(desc_k, mem.k_full, mem.k, keys, column, plan)
                     copy_keys(desc_v, mem.v_full, mem.v, keys, column, plan, set_of(t))
                 i += 1

@@ -44,10 +44,10 @@ from attnlib.kernels.common.launch_order import overlap
 from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.sparse.bits import hide
 from attnlib.kernels.sparse.hopper_backward_columns import (
+    K_FREE,
     count_of,
     head_of,
     produce_columns,
-    release_keys,
     set_of,
 )
 from attnlib.kernels.sparse.hopper_backward_steps import (
@@ -177,7 +177,7 @@ def _visit(
     _store(desc_dv, dv.to(dtype), mem.v.index(own_v + WG), at, row)
     dq = warpgroup_mma_wait(0, deps=(dq_token,))
     if plan.persistent:
-        release_keys()
+        release(K_FREE, t)
     add_sums(dq_ptr, told(mem, last & 3) >> 1, dq, n > 0, own_dq, plan, plan.persistent)
     tma.store_wait(0)
     _store(desc_dk, (dk * sm_scale).to(dtype), mem.v.index(own_v + WG), at, row)

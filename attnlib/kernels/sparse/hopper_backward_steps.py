@@ -115,18 +115,19 @@ class Column(NamedTuple):
 
 
 @gluon.jit
-def locate(number, work):
-    """The `Column` of this number; those of a head with the longest lists first. Not for the code of a
-    consumer: a loop in there makes ptxas take what follows it for different in each thread."""
-    rank, head = tiling.by_sections(number, work.num_n, work.HEADS_KV, work.SECTION)
+def locate(place, work):
+    """The `Column` of this place in their order: those of a head with the longest lists come first. Not for
+    the code of a consumer: a loop in there makes ptxas take what follows it for different in each thread."""
+    rank, head = tiling.by_sections(place, work.num_n, work.HEADS_KV, work.SECTION)
     i_b, i_kv = tiling.divide(head, work.H // work.GROUP)
     mask = (i_b * work.mask_b + i_kv * work.GROUP * work.mask_h) * work.num_n
     i_n = gl.load(work.order + mask + rank)
+    number = mask + i_n
     count = 0
     for g in range(work.GROUP):
-        own = work.starts + mask + i_n + g * work.mask_h * work.num_n
+        own = work.starts + number + g * work.mask_h * work.num_n
         count += gl.load(own + 1) - gl.load(own)
-    return Column(i_b, i_kv, i_n, mask + i_n, count)
+    return Column(i_b, i_kv, i_n, number, count)
 
 
 @gluon.jit

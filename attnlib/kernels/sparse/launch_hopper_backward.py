@@ -73,9 +73,10 @@ def prepare(call: Signature) -> BackwardPlan | None:
     config: HopperSparseBackwardConfig = call.config
     width = tile_width(call.head_dim)
     first = preprocess(call, d_out, out, TILE, width)  # lists may name queries up to a whole tile
-    own_bias = isinstance(config.bias, HopperBiasConfig)
-    changes = call.score is not None and bool(call.score.bias or call.score.function)
-    persistent = config.persistent and not changes
+    mask = call.mask.gathered if config.gathered else call.mask
+    bias = bias_window(call.score, S_q, S_k) if config.copies_bias else None
+    plan = make_plan(width, config, mask.partial, call.score, bias is not None)
+    own_bias, persistent = isinstance(config.bias, HopperBiasConfig), plan.persistent.value
     if own_bias or persistent:
         first = first.followed_by(CHUNK, zeros=True)  # a counter
     num_n = -(-S_k // TILE) * (TILE // config.block_n)
@@ -86,8 +87,6 @@ def prepare(call: Signature) -> BackwardPlan | None:
         )
     scale, inner, after = scales(call)
     score, alibi = call.score, call.score is not None and call.score.alibi
-    bias = bias_window(call.score, S_q, S_k) if config.copies_bias else None
-    mask = call.mask.gathered if config.gathered else call.mask
     overlaps = device.overlaps(call.device)
     launch = Launch(
         KERNELS[config.block_n],
@@ -115,7 +114,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
             **({"columns": columns} if persistent else {}),
         },
         constants={
-            "plan": make_plan(width, config, mask.partial, score, bias is not None, persistent),
+            "plan": plan,
             "FUNCTION": None if score is None else score.function,
             "DERIVATIVE": None if score is None else score.derivative,
             "OVERLAPS": overlaps,
@@ -131,7 +130,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
 
 def make_plan(
     width: int, config: HopperSparseBackwardConfig, partial: bool, score: ScoreForm | None = None,
-    copies_bias: bool = False, persistent: bool = False,
+    copies_bias: bool = False,
 ):  # fmt: skip
     """The kernel's constants."""
     from attnlib.kernels.common.pipeline import Registers, WideRegisters
@@ -144,10 +143,12 @@ def make_plan(
     cap, alibi = (None, False) if score is None else score[:2]
     function = score is not None and score.function is not None
     half_p = config.half_p and cap is None and not function
+    bias = bias_plan(score, copies_bias)
+    persistent = config.persistent and not (bias["bias"] or function)
     return kind(
         width, config.block_m, half_p, partial, registers, cap is not None, alibi,
         diagonal=score is not None and score.diagonal, function=function, gathered=config.gathered,
-        alternate=config.alternate, persistent=persistent, **bias_plan(score, copies_bias),
+        alternate=config.alternate, persistent=persistent, **bias,
     )  # fmt: skip
 
 

@@ -428,6 +428,10 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
+FORMED = "    dq = warpgroup_mma_wait(0, deps=(dq_token,))\n"
+K_RELEASED = "    if plan.persistent:\n        release(K_FREE, t)\n"
+
+
 def backward(
     bug: str, call: str, verdict: str, edit: tuple[str, str], module: ModuleType = hopper_backward_kernel
 ) -> Mutation:
@@ -484,7 +488,7 @@ MUTATIONS += [
     )),
     *(backward(bug, "stays, one step each", verdict, edit, columns) for bug, verdict, edit in (
         ("K is overwritten while dQ reads it", "Race|Deadlock",
-         ('named_barrier("sync", K_FREE, 2 * 128 + 32)', "pass")),
+         ("acquire(K_FREE, t + 1)", "pass")),
         ("V has one set", "Race|Deadlock", ("return 2 * (t & 1)", "return 0 * (t & 1)")),
         ("the end is not told", f"Race|Deadlock|{WRONG}", ("COUNT), 0)", "COUNT), 1)")),
         ("dK and dV of a column go to the one before", WRONG, ("KEYS), keys)", "KEYS), keys - (keys > 0))")),
@@ -498,8 +502,8 @@ MUTATIONS += [
          ("mbarrier.wait(mem.v_full, t & 1)", "mbarrier.wait(mem.v_full, 0 * t)")),
         ("dK is overwritten before it has left", "stays, one step each", "Race",
          ("        tma.store_wait(0)  # dK of the column before has left by now\n", "        pass\n")),
-        ("K is released before dQ is formed", "stays, one step each", "Race|Deadlock",
-         ("    if plan.persistent:\n        release_keys()\n", "")),
+        ("K is released before dQ is formed", "stays, one step each", "Race",
+         (f"{FORMED}{K_RELEASED}", f"{K_RELEASED}{FORMED}")),
         ("dQ of a first step is added", "stays, 128 gathered", WRONG,
          ("add_sums(dq_ptr, block, dq, j > 0", "add_sums(dq_ptr, block, dq, i > 0")),
         ("a first step waits for dS of the column before", "stays, 128 gathered", "Deadlock",
