@@ -98,6 +98,15 @@ def marked(lists: Lists, kinds: torch.Tensor) -> Lists:
     return lists._replace(steps=lists.steps[order], bits=bits[order])
 
 
+def leading(tiles: Tiles) -> int:
+    """How many tiles of 128 keys of a head take more than twice as many steps of 64 queries as the average
+    one; of heads that differ, their mean. A backward program computes such a tile, and one that begins late
+    leaves other SMs without work at the end."""
+    steps = (tiles.kinds != ABSENT).unflatten(3, (-1, TILE // UNIT)).any(4).sum(2, dtype=torch.float32)
+    masks = steps.shape[0] * steps.shape[1]
+    return round((steps > 2 * steps.mean()).sum().item() / masks) if masks else 0
+
+
 def last_first(lists: Lists) -> Lists:
     """The same with the steps of a row in descending order, those with bits among the others; `middles` are
     `starts`. Of rows that end at the same column, whatever they begin with, programs that start together are

@@ -15,7 +15,7 @@ from attnlib.block_mask import tiles as tiling
 from attnlib.block_mask.chosen import SLOTS, Chosen
 from attnlib.block_mask.functions import seen_by_function, seen_by_tensor
 from attnlib.block_mask.gathered import MOST_KEYS, gathered_tiles, units_of_tiles
-from attnlib.block_mask.lists import Lists, last_first, lists_of, marked
+from attnlib.block_mask.lists import Lists, last_first, leading, lists_of, marked
 from attnlib.block_mask.tiles import ABSENT, FULL, PARTIAL, TILE, UNIT, Grid, Tiles
 from attnlib.block_mask.transforms import outside_transforms, unwrapped
 from attnlib.params import MaskWindow
@@ -45,8 +45,8 @@ def is_short(steps: float, fine: float, bits: bool) -> bool:
 class Form(NamedTuple):
     """What launches depend on of a mask: B and H, 1 where all share one, its slots of words, whether any step
     of any list needs bits, or of a list of rows; whether steps of 128 keys cover not much more than those of
-    64, for 128 queries; and whether rows have few steps, see `is_short`. The last one is the form of
-    `BlockMask.gathered`, None where there is none."""
+    64, for 128 queries; whether rows have few steps, see `is_short`; and how many tiles of 128 keys of a head
+    lead, see `lists.leading`. The last one is the form of `BlockMask.gathered`, None where there is none."""
 
     B: int
     H: int
@@ -55,6 +55,7 @@ class Form(NamedTuple):
     partial_rows: bool
     coarse: bool
     short: bool = False
+    leading: int = 0
     gathered: Form | None = None
 
 
@@ -309,8 +310,9 @@ class BlockMask:
         partial = bits or any(empty), bits or empty[0]
         steps, fine = (self.density(size) * self._grid.tiles[1] for size in (TILE, UNIT))
         coarse, short = steps <= 1.1 * fine, is_short(steps, fine, partial[1])
+        ahead = leading(self._tiles)
         gathered = None if self.gathered is None else self.gathered.form
-        return Form(*self.shape[:2], len(self._tiles.words), *partial, coarse, short, gathered)
+        return Form(*self.shape[:2], len(self._tiles.words), *partial, coarse, short, ahead, gathered)
 
     @cached_property
     def gathered(self) -> GatheredMask | None:

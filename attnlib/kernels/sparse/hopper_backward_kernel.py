@@ -228,7 +228,9 @@ def _produce(
 # ---------------------------------------------------------------- kernel
 
 
-NUMBERS = "H GROUP HEADS_KV SECTION num_m num_n mask_b mask_h place bias_b bias_h bias_m S_q S_k".split()
+NUMBERS = """
+    H GROUP HEADS_KV SECTION LEADING num_m num_n mask_b mask_h place bias_b bias_h bias_m S_q S_k
+""".split()
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "columns"])
@@ -254,6 +256,7 @@ def attention_sparse_backward_hopper(
     GROUP,  # query heads that share one key/value head
     HEADS_KV,  # B * H_kv
     SECTION,  # key/value heads that advance together
+    LEADING,  # columns of each head, its longest ones, that come before the others of all heads
     num_m,  # query blocks of a head in memory
     num_n,  # columns of tiles of a mask
     mask_b, mask_h,  # masks from one batch element, or head, to the next; 0 where they share one
@@ -267,8 +270,8 @@ def attention_sparse_backward_hopper(
     if plan.persistent:
         counter_ptr = counter_ptr.to(gl.pointer_type(gl.int32))
     work = Work(
-        H, GROUP, HEADS_KV, SECTION, num_m, num_n, mask_b, mask_h, starts_ptr, steps_ptr, bits_ptr, order_ptr,
-        inner, after, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k, units_ptr,
+        H, GROUP, HEADS_KV, SECTION, LEADING, num_m, num_n, mask_b, mask_h, starts_ptr, steps_ptr, bits_ptr,
+        order_ptr, inner, after, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k, units_ptr,
         columns, counter_ptr,
     )  # fmt: skip
     column = 0  # none: Triton has no tuples with a None

@@ -78,6 +78,7 @@ class Work(NamedTuple):
     GROUP: gl.tensor
     HEADS_KV: gl.tensor
     SECTION: gl.tensor
+    LEADING: gl.tensor
     num_m: gl.tensor
     num_n: gl.tensor
     mask_b: gl.tensor
@@ -116,9 +117,16 @@ class Column(NamedTuple):
 
 @gluon.jit
 def locate(place, work):
-    """The `Column` of this place in their order: those of a head with the longest lists come first. Not for
-    the code of a consumer: a loop in there makes ptxas take what follows it for different in each thread."""
-    rank, head = tiling.by_sections(place, work.num_n, work.HEADS_KV, work.SECTION)
+    """The `Column` of this place in their order. Those with the longest lists come first: LEADING of all
+    heads, so that none begins when most others have ended, then the rest, of which those of a section of
+    heads come together. Not for the code of a consumer: a loop in there makes ptxas take what follows it for
+    different in each thread."""
+    leading = work.LEADING * work.HEADS_KV
+    leads = place < leading
+    blocks = gl.where(leads, work.LEADING, work.num_n - work.LEADING)
+    place = gl.where(leads, place, place - leading)
+    rank, head = tiling.by_sections(place, blocks, work.HEADS_KV, work.SECTION)
+    rank = gl.where(leads, rank, rank + work.LEADING)
     i_b, i_kv = tiling.divide(head, work.H // work.GROUP)
     mask = (i_b * work.mask_b + i_kv * work.GROUP * work.mask_h) * work.num_n
     i_n = gl.load(work.order + mask + rank)

@@ -108,6 +108,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "GROUP": H // H_kv,
             "HEADS_KV": B * H_kv,
             "SECTION": config.heads_per_section(B * H_kv, num_n, S_q, width),
+            "LEADING": mask.leading * (TILE // config.block_n),
             "num_m": first.padded // config.block_m,
             "num_n": num_n,
             **mask_strides(call),
