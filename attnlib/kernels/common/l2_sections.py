@@ -43,6 +43,13 @@ def last_section(heads: int, blocks: int, section: int, waves: float) -> int:
     return max(heads - least, 0) // section * section
 
 
+def leading(heads: int, blocks: int, longest: int) -> int:
+    """How many programs of each head come before the others of all heads, of a backward pass whose heads have
+    so many that are much longer than the rest. In sections alone those of the last one would begin when most
+    others have ended. None where a launch has few programs: its sections are made for that."""
+    return longest if heads * blocks > FEW * SMS else 0
+
+
 def by_cache(heads: int, rows: int, width: int, l2_bytes: int) -> int:
     """The same by the size of the cache alone: a power of two."""
     return _power_of_two(heads, 8 * rows * width, l2_bytes)

@@ -1,10 +1,10 @@
 """A backward program under a block mask that stays on its SM: it computes column after column. Chapter 33 has
 what a program costs beyond its steps, `kernels.hopper.backward_persistent` the same for a dense call.
 
-A `persistent` plan has a program for each SM. i counts the steps of all its columns, t the columns. V of
-column t is in set t & 1 of two, from where its dV and dK leave, too. There is one set of K: two do not fit
-beside two of V at D = 128. So the products of a column end before those of the next one begin. But its
-gradients leave while K and V of the next one arrive, and by then Q and dO of its first steps are there.
+A `persistent` plan has a program for each SM. i counts the steps of all its columns, t the columns. K of
+column t is in set t & 1 of two; V has one set, since two of both do not fit at D = 128. The last step of a
+column starts S of the next one. Then the last dQ of the column is formed, with its K, which nobody needs
+behind that: dV and dK leave from there, while V of the next column arrives.
 
     Who tells whom
 
@@ -12,19 +12,23 @@ The producer draws the number of the next column from a counter in global memory
 step of this one. It looks up the lists of that column meanwhile, and leaves words behind those of steps, in
 `told`: how many steps there are, which keys, batch element and head; no steps after the last column.
 
-    q_full[slot]      Q and LSE2 of step i are there, in a column's first step its words, too
-    k_full, v_full    K and V of column t are there (parity t & 1)
-    K_FREE + (t & 1)  both consumers have formed the last dQ of column t, and its K may be overwritten
+    q_full[slot]    Q and LSE2 of step i are there, in a column's first step its words, too; behind the last
+                    column, that there is none
+    k_full, v_full  K and V of column t are there (parity t & 1); behind the last column k_full says nothing
+    V_FREE          both consumers have formed the last dP of column t
+    DQ_FORMED       this consumer has formed its half of the last dQ of column t; they tell each other
+    K_FREE          the gradients of column t have left; told in the first step of column t + 1
 
-The producer copies V of column t + 1 behind K, so once K_FREE has been told for column t. Before that a
-consumer has waited until the gradients of column t - 1, which left from the same buffers, have been read.
+Of each there is one at a time: K_FREE is told again in the first step of column t + 2, whose K the producer
+has copied behind the first K_FREE, and V_FREE in the last step of column t + 1, which has its V. A consumer
+tells K_FREE before it waits for its turn and for Q of the step after: a column may have one step.
+
 Words of four columns are kept. Those of column t + 4 come to where those of column t were. Before that the
 producer has waited until the step before the one before has released Q. Each column has a step or more, so
 that is a step of column t + 2 or of a later one, and consumers are done with column t.
 
 In the first step of a column there is no dQ of a step before: the product is made all the same, of what is in
-the buffers, and added nowhere. In the last step there is no S of a step after: S of the same step is formed
-again, and Q is released behind it.
+the buffers, and added nowhere. Behind the last column S is formed of what is in the buffers.
 
 `mem` is the `Memory` of `hopper_backward_steps`, `plan` its plan.
 """
@@ -33,7 +37,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, slot_of
+from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.tile_scheduler import draw, drawn, lanes
 from attnlib.kernels.common.words import put_word, word_in
 from attnlib.kernels.sparse.hopper_backward_steps import (
@@ -50,7 +56,8 @@ from attnlib.kernels.sparse.hopper_backward_steps import (
     word_of_column,
 )
 
-K_FREE = gl.constexpr(6)  # of the named barriers, and 7; START has 4 and 5, Q_FREE is 8
+# Of the named barriers. Triton uses those below 3, START has 4 and 5, Q_FREE is 8.
+DQ_FORMED, K_FREE, V_FREE = (gl.constexpr(number) for number in (3, 6, 7))
 
 
 # ---------------------------------------------------------------- words of columns
@@ -68,13 +75,35 @@ def head_of(mem, t):
     return word_in(word_of_column(mem, t, BATCH)), word_in(word_of_column(mem, t, HEAD))
 
 
-# ---------------------------------------------------------------- sets of V
+# ---------------------------------------------------------------- K and V of a column
 
 
 @gluon.jit
 def set_of(t):
-    """The first buffer of V of a column."""
+    """The first buffer of K of a column."""
     return 2 * (t & 1)
+
+
+@gluon.jit
+def set_after(t, j, n):
+    """That of the step behind step j of n."""
+    return set_of(gl.where(j == n - 1, t + 1, t))
+
+
+@gluon.jit
+def await_gradients(t, j):
+    """In a column's first step: those of the column before have left, and their place is free."""
+    if (j == 0) & (t > 0):
+        tma.store_wait(0)
+        named_barrier("arrive", K_FREE, 288)
+
+
+@gluon.jit
+def change_keys(mem, t, j, n):
+    """In a column's last step, behind its dP: V is free, and K of the next column is waited for."""
+    if j == n - 1:
+        named_barrier("arrive", V_FREE, 288)
+        mbarrier.wait(mem.k_full, (t + 1) & 1)
 
 
 # ---------------------------------------------------------------- producer
@@ -91,6 +120,9 @@ def produce_columns(
     while number < work.columns:
         column = locate(number, work)
         keys = place_of_keys(column, work, plan)
+        if t >= 2:
+            named_barrier("sync", K_FREE, 288)  # of column t - 2
+        copy_keys(desc_k, mem.k_full, mem.k, keys, column, plan, set_of(t))
         j = 0
         for g in range(work.GROUP):
             head, first, end = list_of(column, g, work)
@@ -108,9 +140,9 @@ def produce_columns(
                 acquire(DO_FREE, i)
                 copy_do(desc_do, desc_rows, mem, i, head, m, column, work, plan)
                 if j == 0:
-                    acquire(K_FREE, t + 1)  # from column t - 1
-                    copy_keys(desc_k, mem.k_full, mem.k, keys, column, plan)
-                    copy_keys(desc_v, mem.v_full, mem.v, keys, column, plan, set_of(t))
+                    if t >= 1:
+                        named_barrier("sync", V_FREE, 288)  # of column t - 1
+                    copy_keys(desc_v, mem.v_full, mem.v, keys, column, plan)
                 i += 1
                 j += 1
         number = drawn(asked, work.counter, work.columns, 1)
@@ -118,3 +150,4 @@ def produce_columns(
     acquire(Q_FREE, i)
     put_word(word_of_column(mem, t, COUNT), 0)
     mbarrier.arrive(mem.q_full.index(slot_of(i)), count=1)
+    mbarrier.arrive(mem.k_full, count=1)

@@ -42,12 +42,16 @@ from attnlib.kernels.common.backward_ring import (
 )
 from attnlib.kernels.common.launch_order import overlap
 from attnlib.kernels.common.memory import matrix
+from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.sparse.bits import hide
 from attnlib.kernels.sparse.hopper_backward_columns import (
-    K_FREE,
+    DQ_FORMED,
+    await_gradients,
+    change_keys,
     count_of,
     head_of,
     produce_columns,
+    set_after,
     set_of,
 )
 from attnlib.kernels.sparse.hopper_backward_steps import (
@@ -82,33 +86,28 @@ def _before(i, j, plan: gl.constexpr):
 
 
 @gluon.jit
-def _after(i, j, n, plan: gl.constexpr):
-    """The step whose S is formed; in the last one of a column of a persistent plan, the same."""
-    if plan.persistent:
-        return gl.where(j + 1 < n, i + 1, i)
-    else:
-        return j + 1
+def _first_scores(mem, WG: gl.constexpr, plan: gl.constexpr):
+    """S of the first step of a program."""
+    mbarrier.wait(mem.k_full, 0)
+    mbarrier.wait(mem.q_full.index(0), 0)
+    return warpgroup_mma_wait(0, deps=(issue_scores(mem.k, matrix(mem.q, 0), 0, WG, plan),))
 
 
 @gluon.jit
 def _visit(
-    desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, column, n, t, c,
+    desc_dk, desc_dv, dq_ptr, mem, s, qk_scale, sm_scale, work, column, n, t, c,
     FUNCTION: gl.constexpr, DERIVATIVE: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
-    """The n steps of a column, and its dK and dV. Of a persistent plan, whose producer alone has the
-    `Column`: t, columns of this program before, and c, steps."""
+    """The n steps of a column, from S of the first one on, and its dK and dV. Returns S of the first step of
+    the next column. Of a persistent plan, whose producer alone has the `Column`: t, columns of this program
+    before, and c, steps."""
     dtype: gl.constexpr = mem.k.dtype
     own_dq: gl.constexpr = WG * 64 * plan.dq_columns  # where its half begins
-    own_v = 0
+    own_k = 0
     if plan.persistent:
-        own_v = set_of(t)
+        own_k = set_of(t)
 
-    mbarrier.wait(mem.k_full, t & 1)
-    mbarrier.wait(mem.q_full.index(slot_of(c)), parity_of(c))
-    s = warpgroup_mma_wait(0, deps=(issue_scores(mem.k, matrix(mem.q, slot_of(c)), 0, WG, plan),))
     mbarrier.wait(mem.v_full, t & 1)
-    if plan.persistent:
-        tma.store_wait(0)  # dK of the column before has left by now
     dk = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
     dv = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
     for j in range(n):
@@ -119,7 +118,7 @@ def _visit(
 
         # 1. P and dS, while dP is under way.
         mbarrier.wait(mem.do_full.index(slot), parity_of(i))
-        dp_token = issue_scores(mem.v, do, j, WG, plan, own_v)
+        dp_token = issue_scores(mem.v, do, j, WG, plan)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         p, derivative = weights(
             s, lse, mem, i, qk_scale, work, column, FUNCTION, DERIVATIVE, WG, plan
@@ -137,18 +136,24 @@ def _visit(
         ds_half = (p * (dp - delta)).to(dtype)  # [64, BLOCK_M]
 
         # 2. dV, dQ of the step before, dK, and S of the step after.
+        if plan.persistent:
+            await_gradients(t, j)
         if plan.alternate:
             await_start(i, WG)
         dv_token = warpgroup_mma(p_half, do, dv, is_async=True)
         await_ds(_before(i, j, plan), WG)
-        dq_token = issue_dq(mem.ds, mem.k, i - 1, WG, plan)
+        dq_token = issue_dq(mem.ds, mem.k, i - 1, WG, plan, own_k)
         dv = warpgroup_mma_wait(2, deps=(dv_token,))
         release(DO_FREE, i)
         dk_token = warpgroup_mma(gl.convert_layout(ds_half, plan.p_layout), q, dk, is_async=True)
-        next_slot = slot_of(_after(i, j, n, plan))
-        if j + 1 < n:
+        next_slot, next_k = slot_of(i + 1), 0
+        if plan.persistent:  # the next column's, or the end
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(i + 1))
-        s_token = issue_scores(mem.k, matrix(mem.q, next_slot), j, WG, plan)
+            change_keys(mem, t, j, n)
+            next_k = set_after(t, j, n)
+        elif j + 1 < n:
+            mbarrier.wait(mem.q_full.index(next_slot), parity_of(i + 1))
+        s_token = issue_scores(mem.k, matrix(mem.q, next_slot), j, WG, plan, next_k)
         if plan.alternate:
             tell_start(i, n, WG, plan)
         dq = warpgroup_mma_wait(2, deps=(dq_token,))
@@ -157,32 +162,30 @@ def _visit(
         block = told(mem, gl.maximum(i - 1, 0) & 3) >> 1
         add_sums(dq_ptr, block, dq, j > 0, own_dq, plan, plan.persistent)
         dk = warpgroup_mma_wait(1, deps=(dk_token,))
-        if plan.persistent:
-            if j + 1 < n:
-                release(Q_FREE, i)
-        else:
-            release(Q_FREE, i)
+        release(Q_FREE, i)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
     last = c + n - 1
-    if plan.persistent:
-        release(Q_FREE, last)
     await_ds(last, WG)
-    dq_token = issue_dq(mem.ds, mem.k, last, WG, plan)
+    dq_token = issue_dq(mem.ds, mem.k, last, WG, plan, own_k)
     row = first_row(keys_of(mem, t), WG, plan)
     if plan.persistent:
         at = head_of(mem, t)
+        dq = warpgroup_mma_wait(0, deps=(dq_token,))
+        named_barrier("sync", DQ_FORMED, 256)
+        left = mem.k.index(own_k + WG)
+        _store(desc_dv, dv.to(dtype), left, at, row)
     else:
         at = column.i_b, column.i_kv
-    _store(desc_dv, dv.to(dtype), mem.v.index(own_v + WG), at, row)
-    dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    if plan.persistent:
-        release(K_FREE, t)
+        left = mem.v.index(WG)
+        _store(desc_dv, dv.to(dtype), left, at, row)
+        dq = warpgroup_mma_wait(0, deps=(dq_token,))
     add_sums(dq_ptr, told(mem, last & 3) >> 1, dq, n > 0, own_dq, plan, plan.persistent)
     tma.store_wait(0)
-    _store(desc_dk, (dk * sm_scale).to(dtype), mem.v.index(own_v + WG), at, row)
+    _store(desc_dk, (dk * sm_scale).to(dtype), left, at, row)
     if not plan.persistent:
         tma.store_wait(0)
+    return s
 
 
 @gluon.jit
@@ -190,19 +193,18 @@ def _consume(
     desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, column, FUNCTION: gl.constexpr,
     DERIVATIVE: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
+    s = _first_scores(mem, WG, plan)
     if plan.persistent:
         t = 0  # of the columns of this program
         c = 0  # steps of those before
-        mbarrier.wait(mem.q_full.index(0), 0)
         n = count_of(mem, 0)
         while n > 0:
-            _visit(
-                desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, column, n, t, c,
+            s = _visit(
+                desc_dk, desc_dv, dq_ptr, mem, s, qk_scale, sm_scale, work, column, n, t, c,
                 FUNCTION, DERIVATIVE, WG, plan,
             )  # fmt: skip
             c += n
             t += 1
-            mbarrier.wait(mem.q_full.index(slot_of(c)), parity_of(c))
             n = count_of(mem, t)
         if plan.alternate:
             if WG == 0:
@@ -210,7 +212,7 @@ def _consume(
         tma.store_wait(0)
     else:
         _visit(
-            desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, column, column.count, 0, 0,
+            desc_dk, desc_dv, dq_ptr, mem, s, qk_scale, sm_scale, work, column, column.count, 0, 0,
             FUNCTION, DERIVATIVE, WG, plan,
         )  # fmt: skip
 

@@ -49,8 +49,8 @@ KEYS, COUNT, BATCH, HEAD = (gl.constexpr(w) for w in range(4))  # which keys, st
 class Memory(NamedTuple):
     """Buffers and barriers in shared memory."""
 
-    k: gl.shared_memory_descriptor  # [block_n / 64, 1, 1, 64, d]
-    v: gl.shared_memory_descriptor  # [block_n / 64, 1, 1, 64, d], of a persistent plan twice as many
+    k: gl.shared_memory_descriptor  # [block_n / 64, 1, 1, 64, d], of a persistent plan twice as many
+    v: gl.shared_memory_descriptor  # [block_n / 64, 1, 1, 64, d]
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
     lse: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
@@ -153,10 +153,10 @@ def memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, pl
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype)
     if plan.parts == 1:
         p = gl.allocate_shared_memory(desc_k.dtype, [STAGES, 64, plan.block_m], half_layout)
-    sets: gl.constexpr = 2 if plan.persistent else 1  # of V
+    sets: gl.constexpr = 2 if plan.persistent else 1  # of K
     return Memory(
-        buffers(desc_k, plan.parts),
-        buffers(desc_v, sets * plan.parts),
+        buffers(desc_k, sets * plan.parts),
+        buffers(desc_v, plan.parts),
         buffers(desc_q, STAGES),
         buffers(desc_do, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),

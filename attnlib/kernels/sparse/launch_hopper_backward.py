@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from attnlib.kernels.common import backward_plan, device
+from attnlib.kernels.common import backward_plan, device, l2_sections
 from attnlib.kernels.common.backward_plan import BackwardPlan, gradients_like
 from attnlib.kernels.common.descriptors import Window, given
 from attnlib.kernels.common.hopper_gpu import HALF
@@ -108,7 +108,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "GROUP": H // H_kv,
             "HEADS_KV": B * H_kv,
             "SECTION": config.heads_per_section(B * H_kv, num_n, S_q, width),
-            "LEADING": mask.leading * (TILE // config.block_n),
+            "LEADING": l2_sections.leading(B * H_kv, num_n, mask.leading * (TILE // config.block_n)),
             "num_m": first.padded // config.block_m,
             "num_n": num_n,
             **mask_strides(call),
