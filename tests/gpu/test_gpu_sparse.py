@@ -93,7 +93,7 @@ def judge_programs_that_stay(tensors, sm_scale, block_mask, dense, label):
     params = Params(MaskWindow(None, None), scale, return_lse=True, block_mask=block_mask)
     out, lse = hopper.forward(q, k, v, params._replace(config=hopper.configuration(q, k, v, params)))
     gradients = GradientOracle(d_out, q, k, v, sm_scale=scale, mask=dense)
-    config = replace(hopper.configuration(q, k, v, params, backward=True), persistent=True)
+    config = replace(hopper.configuration(q, k, v, params, backward=True), persistent=False, alternate=False)
     for alternate in (config.alternate, config.alternate, not config.alternate):
         own = params._replace(config=replace(config, alternate=alternate))
         for verdict in gradients.judge(*hopper.backward(d_out, q, k, v, out, lse, own)).values():

@@ -29,6 +29,16 @@ def by_sections(number, blocks, HEADS, SECTION, LAST=None):
 
 
 @gluon.jit
+def leading_first(number, blocks, HEADS, SECTION, LEADING):
+    """The same, but the first LEADING blocks of all heads come before the others."""
+    before = LEADING * HEADS
+    leads = number < before
+    place = gl.where(leads, number, number - before)
+    block, head = by_sections(place, gl.where(leads, LEADING, blocks - LEADING), HEADS, SECTION)
+    return gl.where(leads, block, block + LEADING), head
+
+
+@gluon.jit
 def lanes():
     """[32], the producer's."""
     return gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))

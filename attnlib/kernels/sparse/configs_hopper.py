@@ -211,11 +211,12 @@ under a bias, which has no room beside those in shared memory."""
 
 
 def hopper_sparse_backward_config(
-    head_dim: int, scored: bool = False, whole: bool = False
+    head_dim: int, capped: bool = False, told: bool = False
 ) -> HopperSparseBackwardConfig:
-    """For a head dimension. scored: whether there is a soft cap, a bias or a function. whole: that no score
-    changes, no step carries bits, and there are many steps: only there two consumers gain from turns, by a
-    tenth at D = 64, 1% at 128 (docs/lab/sparse.md).
+    """For a head dimension. capped: whether there is a soft cap. told: whether there is a bias or a function,
+    which are told the places of a step, and of whose programs none stays. Consumers of those that stay take
+    turns; at D = 128 under a soft cap they lose by it, and those of programs that do not stay lose wherever
+    steps carry bits (docs/lab/sparse.md).
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -223,6 +224,7 @@ def hopper_sparse_backward_config(
     if not 1 <= head_dim <= 256:
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     width = tile_width(head_dim)
-    if scored:
-        return _SCORED.get(width, _BACKWARD[width])
-    return replace(_BACKWARD[width], alternate=whole and width <= 128)
+    chosen = _SCORED.get(width, _BACKWARD[width]) if capped or told else _BACKWARD[width]
+    if told or width > 128:
+        return chosen
+    return replace(chosen, persistent=True, alternate=not (capped and width == 128))

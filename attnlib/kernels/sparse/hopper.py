@@ -64,9 +64,8 @@ def configuration(
     alike = not (bias or own or (score is not None and score.alibi is not None))
     form = params.block_mask.form
     if backward:
-        scored = bias or own or (score is not None and score.soft_cap is not None)
-        whole = alike and not (scored or form.partial or form.short)
-        chosen = hopper_sparse_backward_config(head_dim, scored, whole)
+        capped = score is not None and score.soft_cap is not None
+        chosen = hopper_sparse_backward_config(head_dim, capped, bias or own)
         gathered = form.gathered is not None and alike and chosen.block_n == 128
         if score is not None and score.bias_gradient and adds_alone(score.form, q.shape[2], k.shape[2]):
             own = hopper_bias_config(head_dim, score.bias.element_size())

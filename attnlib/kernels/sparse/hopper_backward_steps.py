@@ -32,6 +32,7 @@ from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, STAGES, acquir
 from attnlib.kernels.common.logarithms import LOG2_E
 from attnlib.kernels.common.memory import barriers, buffers
 from attnlib.kernels.common.preprocess import DELTA, LSE2
+from attnlib.kernels.common.tile_order import leading_first
 from attnlib.kernels.common.words import new_words, put_word, word_in
 from attnlib.kernels.sparse.hopper_scores import away, bias_of_keys, tanh
 
@@ -117,16 +118,10 @@ class Column(NamedTuple):
 
 @gluon.jit
 def locate(place, work):
-    """The `Column` of this place in their order. Those with the longest lists come first: LEADING of all
-    heads, so that none begins when most others have ended, then the rest, of which those of a section of
-    heads come together. Not for the code of a consumer: a loop in there makes ptxas take what follows it for
-    different in each thread."""
-    leading = work.LEADING * work.HEADS_KV
-    leads = place < leading
-    blocks = gl.where(leads, work.LEADING, work.num_n - work.LEADING)
-    place = gl.where(leads, place, place - leading)
-    rank, head = tiling.by_sections(place, blocks, work.HEADS_KV, work.SECTION)
-    rank = gl.where(leads, rank, rank + work.LEADING)
+    """The `Column` of this place in their order: those of a head with the longest lists come first, and
+    LEADING of these, of all heads, before all others. Not for the code of a consumer: a loop in there makes
+    ptxas take what follows it for different in each thread."""
+    rank, head = leading_first(place, work.num_n, work.HEADS_KV, work.SECTION, work.LEADING)
     i_b, i_kv = tiling.divide(head, work.H // work.GROUP)
     mask = (i_b * work.mask_b + i_kv * work.GROUP * work.mask_h) * work.num_n
     i_n = gl.load(work.order + mask + rank)

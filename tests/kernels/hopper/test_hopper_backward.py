@@ -24,7 +24,7 @@ from attnlib.kernels.common.l2_sections import SMS, last_section
 from attnlib.kernels.common.launch_preprocess import CHUNK, preprocess
 from attnlib.kernels.common.launcher import Launches, Part
 from attnlib.kernels.common.signature import Signature
-from attnlib.kernels.common.tile_order import by_sections
+from attnlib.kernels.common.tile_order import by_sections, leading_first
 from attnlib.kernels.hopper import backward_tiles, launch_backward, sharing
 from attnlib.kernels.hopper.configs_backward import (
     KEYS_96,
@@ -458,3 +458,26 @@ def test_last_section_has_all_heads_that_are_left(blocks, heads, section, waves)
     ]
     assert [tuple(row) for row in found.tolist()] == expected
     assert last == 0 or (heads - last + 0.5) * blocks >= waves * SMS
+
+
+@gluon.jit
+def _led(found_ptr, blocks, HEADS, SECTION, LEADING):
+    for number in range(blocks * HEADS):
+        block, head = leading_first(number, blocks, HEADS, SECTION, LEADING)
+        gl.store(found_ptr + 2 * number, block)
+        gl.store(found_ptr + 2 * number + 1, head)
+
+
+@given(blocks=st.integers(1, 9), heads=st.integers(1, 20), section=st.integers(1, 12), data=st.data())
+def test_leading_blocks_of_all_heads_come_first(blocks, heads, section, data) -> None:
+    leading = data.draw(st.integers(0, blocks - 1))
+    found = torch.zeros(blocks * heads, 2, dtype=torch.int32)
+    run(_led, (1,), found, Int(blocks), Int(heads), Int(section), Int(leading))
+    expected = [
+        (block, head)
+        for part in (range(leading), range(leading, blocks))
+        for first in range(0, heads, section)
+        for block in part
+        for head in range(first, min(first + section, heads))
+    ]
+    assert [tuple(row) for row in found.tolist()] == expected

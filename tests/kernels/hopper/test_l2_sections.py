@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from attnlib import S2Pattern
 from attnlib.kernels.common import l2_sections
 from attnlib.kernels.hopper.configs_backward import hopper_backward_config
 
@@ -50,6 +51,32 @@ def test_sections_by_the_cache_alone_do_not() -> None:
 def test_of_many_programs_the_cache_decides(heads: int, length: int) -> None:
     section = section_of(heads, length)
     assert 8 * length * 128 * section <= hopper_backward_config(128).l2_bytes < 16 * length * 128 * section
+
+
+def s2_over_mean(seqlen: int, leads: bool) -> float:
+    """Of the backward programs of 4 sequences under the published S2 pattern, by their lists."""
+    pattern, heads = S2Pattern(16), 4 * 16
+    mask = pattern.mask(seqlen)
+    mask = mask.gathered or mask
+    lengths = mask.lists(64, columns=True).starts.diff().view(16, -1).sort(dim=1, descending=True).values
+    steps = (lengths + 1.5).tolist()
+    blocks = len(steps[0])
+    section = l2_sections.key_heads(heads, blocks, seqlen, 128, 16 << 20)
+    leading = l2_sections.leading(heads, blocks, mask.form.leading) if leads else 0
+    sms = [0.0] * l2_sections.SMS
+    for part in (range(leading), range(leading, blocks)):
+        for first in range(0, heads, section):
+            for block in part:
+                for head in range(first, min(first + section, heads)):
+                    heapq.heapreplace(sms, sms[0] + steps[head % 16][block])
+    return max(sms) / (sum(map(sum, steps)) * 4 / l2_sections.SMS)
+
+
+@pytest.mark.parametrize(("seqlen", "without"), [(2048, 1.05), (4096, 1.2), (8192, 1.2), (16384, 1.15)])
+def test_long_columns_do_not_come_last(seqlen: int, without: float) -> None:
+    """So few programs as at 2048 tokens are divided evenly by their sections alone."""
+    assert s2_over_mean(seqlen, leads=False) > without
+    assert s2_over_mean(seqlen, leads=True) < (1.08 if seqlen == 2048 else 1.04)
 
 
 @pytest.mark.parametrize(("group", "section"), [(1, 4), (4, 1), (8, 1)])

@@ -11,6 +11,7 @@ from types import ModuleType
 import families
 import pytest
 import torch
+import triton
 from cases import INTERPRETER_REMARKS
 from chosen import first_of_each, in_turn, with_more
 from emulated import ORDERS, Recorded, mutate, on_the_cpu
@@ -198,8 +199,9 @@ def test_orders(call, order):
         kernel.repeat(order, seed)
 
 
-ALTERNATE = {D: replace(hopper_sparse_backward_config(D), alternate=True) for D in (64, 128)}
-STAYS = {D: replace(hopper_sparse_backward_config(D), persistent=True) for D in (64, 128)}
+CHOSEN = {D: hopper_sparse_backward_config(D) for D in (64, 128)}  # programs that stay, consumers in turns
+ABREAST = {D: replace(CHOSEN[D], alternate=False) for D in CHOSEN}
+LEAVES = {D: replace(CHOSEN[D], persistent=False, alternate=False) for D in CHOSEN}
 WIDE = hopper_sparse_backward_config(256)  # programs of 64 keys, here of 128 columns, which take less time
 BACKWARD = {
     **{f"{mask}": Call(mask=mask) for mask in FUNCTIONS},
@@ -217,23 +219,28 @@ BACKWARD = {
     "wide by both": Call(128, "band by both", 140, 300, 4, 2, 2, config=WIDE),
     "wide many steps": Call(128, "dots", 390, 100, config=WIDE),
     "wide bfloat16": Call(128, "dots", 140, 150, dtype=torch.bfloat16, config=WIDE),
-    "alternate, random": Call(64, "random", 300, 384, 3, 3, config=ALTERNATE[64]),
-    "alternate, 128 documents": Call(128, "documents", 260, 390, config=ALTERNATE[128]),
-    "alternate, one row": Call(64, "all", 1, 1, config=ALTERNATE[64]),
-    "alternate, many steps": Call(128, "dots", 390, 100, config=ALTERNATE[128]),
+    "leaves, random": Call(64, "random", 300, 384, 3, 3, config=LEAVES[64]),
+    "leaves, 128 documents": Call(128, "documents", 260, 390, config=LEAVES[128]),
+    "leaves, one row": Call(64, "all", 1, 1, config=LEAVES[64]),
+    "leaves, many steps": Call(64, "dots", 900, 100, config=LEAVES[64]),
+    "leaves, 128 many steps": Call(128, "dots", 390, 100, config=LEAVES[128]),
+    "leaves, 128 gathered": Call(
+        128, "S2, shared keys", 400, 400, 4, 2, 1, torch.bfloat16, config=replace(LEAVES[128], gathered=True)
+    ),
+    "leaves, in turns": Call(128, "dots", 390, 100, config=replace(LEAVES[128], alternate=True)),
     "gathered": Call(64, "S2", 650, 650, 3, 3),
     "128 gathered": Call(128, "S2, shared keys", 400, 400, 4, 2, 2, torch.bfloat16),
     "128 gathered, a sequence": Call(128, "S2, shared keys", 400, 400, 4, 2, 1, torch.bfloat16),
     "gathered, a dense head": Call(64, "S2, a dense head", 650, 650, 3, 3),
-    "stays, random": Call(64, "random", 300, 384, 3, 3, config=STAYS[64]),
-    "stays, 128 by both": Call(128, "band by both", 140, 300, 4, 2, 2, config=STAYS[128]),
-    "stays, one step each": Call(128, "all", 1, 700, config=STAYS[128]),
-    "stays, one group": Call(64, "random", 128, 384, 6, 1, config=STAYS[64]),
-    "stays, one row": Call(64, "all", 1, 1, config=STAYS[64]),
-    "stays, 128 gathered": Call(
-        128, "S2, shared keys", 400, 400, 4, 2, 2, torch.bfloat16, config=replace(STAYS[128], gathered=True)
+    "one step each": Call(128, "all", 1, 700),
+    "three columns of a group": Call(64, "random", 128, 384, 6, 1),
+    "abreast, random": Call(64, "random", 300, 384, 3, 3, config=ABREAST[64]),
+    "abreast, 128 by both": Call(128, "band by both", 140, 300, 4, 2, 2, config=ABREAST[128]),
+    "abreast, one step each": Call(128, "all", 1, 700, config=ABREAST[128]),
+    "abreast, one row": Call(64, "all", 1, 1, config=ABREAST[64]),
+    "abreast, 128 gathered": Call(
+        128, "S2, shared keys", 400, 400, 4, 2, 2, torch.bfloat16, config=replace(ABREAST[128], gathered=True)
     ),
-    "stays, alternate": Call(64, "random", 300, 384, 3, 3, config=replace(STAYS[64], alternate=True)),
     "256 random": Call(256, "random", 300, 384, 3, 3),
     "256 documents": Call(256, "documents", 260, 390),
     "256 many steps": Call(256, "dots", 390, 70, sm_scale=-0.05),
@@ -285,18 +292,33 @@ def test_who_gathers_keys(head_dim, score):
     assert not hopper.configuration(q, q, q, params, backward=True).gathered
 
 
+@triton.jit
+def _same(s, i, j, h, b):
+    return s
+
+
+SCORES = {
+    "none": None,
+    "cap": Score(soft_cap=30.0),
+    "ALiBi": Score(alibi=torch.zeros(1)),
+    "bias": Score(bias=torch.zeros(1, 1, 256, 256)),
+    "function": Score(function=_same, derivative=_same),
+}
+
+
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_whose_consumers_alternate(D):
-    """Of many whole blocks alone, without bits and scores."""
-    many, few = torch.ones(1, 1, 16, 16, dtype=torch.bool), torch.eye(16, dtype=torch.bool)[None, None]
-    whole, short = (BlockMask.from_blocks(blocks, 2048, 2048) for blocks in (many, few))
-    bits = BlockMask.from_function(lambda b, h, i, j: i >= j, 2048, 2048)
-    q = torch.empty(1, 1, 2048, D, dtype=torch.float16, device="meta")
-    capped = parts_of(Score(soft_cap=30.0), q, q)
-    for mask, score in ((whole, None), (short, None), (bits, None), (whole, capped)):
-        params = Params(MaskWindow(None, None), 1.0, block_mask=mask, score=score)
-        config = hopper.configuration(q, q, q, params, backward=True)
-        assert config.alternate is (mask is whole and score is None and D <= 128)
+def test_whose_programs_stay(D, score):
+    """Up to 128 columns, without a bias and a function; consumers take turns there, but for capped scores of
+    128 columns."""
+    q = torch.empty(1, 1, 256, D, dtype=torch.float16)
+    mask = BlockMask.from_function(lambda b, h, i, j: i >= j, 256, 256)
+    given = None if SCORES[score] is None else parts_of(SCORES[score], q, q)
+    params = Params(MaskWindow(None, None), 1.0, block_mask=mask, score=given)
+    config = hopper.configuration(q, q, q, params, backward=True)
+    stays = D <= 128 and score not in ("bias", "function")
+    assert config.persistent is stays
+    assert config.alternate is (stays and not (score == "cap" and D == 128))
 
 
 ORDERED_BACKWARD = (
@@ -428,8 +450,8 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-FORMED = "    dq = warpgroup_mma_wait(0, deps=(dq_token,))\n"
-K_RELEASED = "    if plan.persistent:\n        release(K_FREE, t)\n"
+LEFT = "        if plan.persistent:\n            await_gradients(t, j)\n"
+TURN = "        if plan.alternate:\n            await_start(i, WG)\n"
 
 
 def backward(
@@ -449,9 +471,9 @@ MUTATIONS += [
              ("gl.maximum(i - 1, 0) & 3", "i & 3")),
     backward("there are two places for words", "many steps", "Race|Assertion|IndexError",
              ("put_word(mem.told.index(j & 3)", "put_word(mem.told.index(j & 1)"), steps),
-    backward("Q is filled without asking", "many steps", "Race|Deadlock|Assertion",
+    backward("Q is filled without asking", "leaves, many steps", "Race|Deadlock|Assertion",
              ("            acquire(Q_FREE, j)\n", ""), steps),
-    backward("dO is filled without asking", "many steps", "Race|Deadlock|Assertion",
+    backward("dO is filled without asking", "leaves, many steps", "Race|Deadlock|Assertion",
              ("            acquire(DO_FREE, j)\n", ""), steps),
     backward("dS is not fenced", "128 many steps", "Race",
              ("    fence_async_shared()\n    tell_ds(j, WG)", "    tell_ds(j, WG)"), backward_pair),
@@ -486,30 +508,39 @@ MUTATIONS += [
          ('    named_barrier("sync", END, 256)\n', "")),
         ("dV is that of the keys after", WRONG, ("column.i_n * 64, 0]", "column.i_n * 64 + 64, 0]")),
     )),
-    *(backward(bug, "stays, one step each", verdict, edit, columns) for bug, verdict, edit in (
-        ("K is overwritten while dQ reads it", "Race|Deadlock",
-         ("acquire(K_FREE, t + 1)", "pass")),
-        ("V has one set", "Race|Deadlock", ("return 2 * (t & 1)", "return 0 * (t & 1)")),
+    *(backward(bug, "one step each", verdict, edit, columns) for bug, verdict, edit in (
+        ("K is overwritten while gradients leave", "Race|Deadlock",
+         ('named_barrier("sync", K_FREE, 288)  # of', "pass  # of")),
+        ("V is overwritten while dP reads it", "Race|Deadlock",
+         ('named_barrier("sync", V_FREE, 288)  # of', "pass  # of")),
+        ("K has one set", f"Race|Deadlock|{WRONG}", ("return 2 * (t & 1)", "return 0 * (t & 1)")),
         ("the end is not told", f"Race|Deadlock|{WRONG}", ("COUNT), 0)", "COUNT), 1)")),
+        ("the end is not told to those who wait for K", "Deadlock",
+         ("mbarrier.arrive(mem.k_full, count=1)", "pass")),
         ("dK and dV of a column go to the one before", WRONG, ("KEYS), keys)", "KEYS), keys - (keys > 0))")),
+        ("K is waited for once", "Race|Deadlock",
+         ("mbarrier.wait(mem.k_full, (t + 1) & 1)", "mbarrier.wait(mem.k_full, 0 * t)")),
+        ("K is free before the gradients have left", "Race",
+         ("        tma.store_wait(0)\n", "        pass\n")),
+        ("the last step forms S with K of its own", WRONG,
+         ("gl.where(j == n - 1, t + 1, t)", "t")),
     )),
-    backward("words of columns have one place", "stays, one step each", f"Race|{WRONG}",
+    backward("words of columns have one place", "one step each", f"Race|{WRONG}",
              ("(t & (COLUMNS - 1)) * WORDS + w", "(t & 0) * WORDS + w"), steps),
     *(backward(bug, call, verdict, edit) for bug, call, verdict, edit in (
-        ("K is waited for once", "stays, one step each", "Race|Deadlock",
-         ("mbarrier.wait(mem.k_full, t & 1)", "mbarrier.wait(mem.k_full, 0 * t)")),
-        ("V is waited for once", "stays, one step each", "Race|Deadlock",
+        ("V is waited for once", "one step each", "Race|Deadlock",
          ("mbarrier.wait(mem.v_full, t & 1)", "mbarrier.wait(mem.v_full, 0 * t)")),
-        ("dK is overwritten before it has left", "stays, one step each", "Race",
-         ("        tma.store_wait(0)  # dK of the column before has left by now\n", "        pass\n")),
-        ("K is released before dQ is formed", "stays, one step each", "Race",
-         (f"{FORMED}{K_RELEASED}", f"{K_RELEASED}{FORMED}")),
-        ("dQ of a first step is added", "stays, 128 gathered", WRONG,
+        ("gradients are written while the other dQ reads K", "128 gathered", "Race",
+         ('        named_barrier("sync", DQ_FORMED, 256)\n', "")),
+        ("K is free behind the turn", "one step each", "Deadlock", (f"{LEFT}{TURN}", f"{TURN}{LEFT}")),
+        ("dQ of a first step is added", "128 gathered", WRONG,
          ("add_sums(dq_ptr, block, dq, j > 0", "add_sums(dq_ptr, block, dq, i > 0")),
-        ("a first step waits for dS of the column before", "stays, 128 gathered", "Deadlock",
+        ("a first step waits for dS of the column before", "128 gathered", "Deadlock",
          ("gl.where(j == 0, -1, i - 1)", "i - 1")),
-        ("the last step forms S of a Q that is not there", "stays, 128 gathered", "Race",
-         ("gl.where(j + 1 < n, i + 1, i)", "i + 1")),
+        ("dQ of a last step is formed with the other K", "128 gathered", f"Race|{WRONG}",
+         ("mem.k, last, WG, plan, own_k)", "mem.k, last, WG, plan, 2 - own_k)")),
+        ("gradients leave from the other K", "one step each", "Race",
+         ("left = mem.k.index(own_k + WG)", "left = mem.k.index(2 - own_k + WG)")),
     )),
     # Not in a call with bits: these come with a fence of their own.
     backward("LSE is overwritten without a fence", "256 random", "Race",
