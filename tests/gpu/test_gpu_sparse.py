@@ -86,16 +86,19 @@ def test_consumers_that_leave_out_steps(label):
     judge_forward(*hopper.forward(q, k, v, params), oracle, label)
 
 
-def judge_programs_that_stay(tensors, sm_scale, block_mask, dense, label):
-    """Twice, as the second launch takes another way; also with consumers in turns."""
+def judge_programs(tensors, sm_scale, block_mask, dense, label):
+    """Of the backward pass: those that stay, which calls have, twice, as the second launch takes another way;
+    with consumers abreast; and those of one column, which calls with a bias have."""
     q, k, v, d_out = tensors
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     params = Params(MaskWindow(None, None), scale, return_lse=True, block_mask=block_mask)
     out, lse = hopper.forward(q, k, v, params._replace(config=hopper.configuration(q, k, v, params)))
     gradients = GradientOracle(d_out, q, k, v, sm_scale=scale, mask=dense)
-    config = replace(hopper.configuration(q, k, v, params, backward=True), persistent=False, alternate=False)
-    for alternate in (config.alternate, config.alternate, not config.alternate):
-        own = params._replace(config=replace(config, alternate=alternate))
+    config = hopper.configuration(q, k, v, params, backward=True)
+    assert config.persistent and config.alternate
+    abreast = replace(config, alternate=False)
+    for chosen in (config, config, abreast, replace(abreast, persistent=False)):
+        own = params._replace(config=chosen)
         for verdict in gradients.judge(*hopper.backward(d_out, q, k, v, out, lse, own)).values():
             verdict.raise_if_bad(label)
 
@@ -106,7 +109,7 @@ def test_programs_that_stay(label):
     case = CASES[label]
     d_out = make_inputs(case.shape, seed=1, device="cuda")[0]
     tensors = *make_inputs(case.shape, case.kind, device="cuda"), d_out
-    judge_programs_that_stay(tensors, case.sm_scale, case.block_mask("cuda"), case.dense("cuda"), label)
+    judge_programs(tensors, case.sm_scale, case.block_mask("cuda"), case.dense("cuda"), label)
 
 
 @pytest.mark.skipif(not HOPPER, reason="a kernel for Hopper")
@@ -114,7 +117,7 @@ def test_programs_that_stay(label):
 @pytest.mark.parametrize("mask", MANY)
 def test_programs_that_stay_have_many_columns(mask, head_dim):
     tensors, block_mask = many_tiles(mask, head_dim)
-    judge_programs_that_stay(tensors, None, block_mask, block_mask.to_dense(), f"{mask} D{head_dim}")
+    judge_programs(tensors, None, block_mask, block_mask.to_dense(), f"{mask} D{head_dim}")
 
 
 def test_in_a_cuda_graph():

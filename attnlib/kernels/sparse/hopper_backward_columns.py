@@ -12,20 +12,24 @@ The producer draws the number of the next column from a counter in global memory
 step of this one. It looks up the lists of that column meanwhile, and leaves words behind those of steps, in
 `told`: how many steps there are, which keys, batch element and head; no steps after the last column.
 
-    q_full[slot]    Q and LSE2 of step i are there, in a column's first step its words, too; behind the last
-                    column, that there is none
-    k_full, v_full  K and V of column t are there (parity t & 1); behind the last column k_full says nothing
+    q_full[slot]    Q, LSE2 and delta of step i are there, in a column's first step its words, too; behind the
+                    last column, that there is none
+    k_full[t & 1]   K of column t is there; behind the last column, that there is none
+    v_full          V of column t is there (parity t & 1)
     V_FREE          both consumers have formed the last dP of column t
-    DQ_FORMED       this consumer has formed its half of the last dQ of column t; they tell each other
     K_FREE          the gradients of column t have left; told in the first step of column t + 1
 
 Of each there is one at a time: K_FREE is told again in the first step of column t + 2, whose K the producer
 has copied behind the first K_FREE, and V_FREE in the last step of column t + 1, which has its V. A consumer
 tells K_FREE before it waits for its turn and for Q of the step after: a column may have one step.
 
+Q has three slots: consumers take turns, so one releases Q of a step when the other is half way through the
+next one, and with two slots Q of the step after would come too late. Where both consumers have formed their
+half of the last dQ, and gradients may be written over K, they meet at a barrier of dS that nobody uses then.
+
 Words of four columns are kept. Those of column t + 4 come to where those of column t were. Before that the
-producer has waited until the step before the one before has released Q. Each column has a step or more, so
-that is a step of column t + 2 or of a later one, and consumers are done with column t.
+producer has waited until Q of three steps before is released. Each column has a step or more, so that is a
+step of column t + 1 or of a later one, and consumers are done with column t.
 
 In the first step of a column there is no dQ of a step before: the product is made all the same, of what is in
 the buffers, and added nowhere. Behind the last column S is formed of what is in the buffers.
@@ -38,7 +42,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.kernels.common import tma
-from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, slot_of
+from attnlib.kernels.common.backward_pair import DS_FULL
+from attnlib.kernels.common.backward_ring import DO_FREE, acquire
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.tile_scheduler import draw, drawn, lanes
 from attnlib.kernels.common.words import put_word, word_in
@@ -47,17 +52,19 @@ from attnlib.kernels.sparse.hopper_backward_steps import (
     COUNT,
     HEAD,
     KEYS,
+    acquire_q,
     copy_do,
     copy_keys,
     copy_q,
     list_of,
     locate,
     place_of_keys,
+    q_slot,
     word_of_column,
 )
 
-# Of the named barriers. Triton uses those below 3, START has 4 and 5, Q_FREE is 8.
-DQ_FORMED, K_FREE, V_FREE = (gl.constexpr(number) for number in (3, 6, 7))
+# Of the named barriers. Triton uses those below 3, START has 4 and 5, Q 6 to 8, dO 10 and 11, dS 12 to 15.
+V_FREE, K_FREE = gl.constexpr(3), gl.constexpr(9)
 
 
 # ---------------------------------------------------------------- words of columns
@@ -85,6 +92,19 @@ def set_of(t):
 
 
 @gluon.jit
+def await_k(mem, t):
+    """A consumer waits for K of column t."""
+    mbarrier.wait(mem.k_full.index(t & 1), (t >> 1) & 1)
+
+
+@gluon.jit
+def acquire_k(t):
+    """The producer waits until what lay where K of column t goes is no longer needed."""
+    if t >= 2:
+        named_barrier("sync", K_FREE, 288)
+
+
+@gluon.jit
 def set_after(t, j, n):
     """That of the step behind step j of n."""
     return set_of(gl.where(j == n - 1, t + 1, t))
@@ -99,11 +119,17 @@ def await_gradients(t, j):
 
 
 @gluon.jit
+def meet(last):
+    """Consumers wait for each other behind the last dQ of a column, whose last step is `last`."""
+    named_barrier("sync", DS_FULL + ((last + 1) & 1), 256)
+
+
+@gluon.jit
 def change_keys(mem, t, j, n):
     """In a column's last step, behind its dP: V is free, and K of the next column is waited for."""
     if j == n - 1:
         named_barrier("arrive", V_FREE, 288)
-        mbarrier.wait(mem.k_full, (t + 1) & 1)
+        await_k(mem, t + 1)
 
 
 # ---------------------------------------------------------------- producer
@@ -120,9 +146,8 @@ def produce_columns(
     while number < work.columns:
         column = locate(number, work)
         keys = place_of_keys(column, work, plan)
-        if t >= 2:
-            named_barrier("sync", K_FREE, 288)  # of column t - 2
-        copy_keys(desc_k, mem.k_full, mem.k, keys, column, plan, set_of(t))
+        acquire_k(t)
+        copy_keys(desc_k, mem.k_full.index(t & 1), mem.k, keys, column, plan, set_of(t))
         j = 0
         for g in range(work.GROUP):
             head, first, end = list_of(column, g, work)
@@ -130,7 +155,7 @@ def produce_columns(
                 if j == column.count - 1:  # earlier, and an idle program could have computed the column
                     asked = draw(work.counter)
                 m = gl.load(work.steps + e)
-                acquire(Q_FREE, i)
+                acquire_q(i, plan)
                 if j == 0:
                     put_word(word_of_column(mem, t, KEYS), keys)
                     put_word(word_of_column(mem, t, COUNT), column.count)
@@ -147,7 +172,8 @@ def produce_columns(
                 j += 1
         number = drawn(asked, work.counter, work.columns, 1)
         t += 1
-    acquire(Q_FREE, i)
+    acquire_k(t)
+    mbarrier.arrive(mem.k_full.index(t & 1), count=1)
+    acquire_q(i, plan)
     put_word(word_of_column(mem, t, COUNT), 0)
-    mbarrier.arrive(mem.q_full.index(slot_of(i)), count=1)
-    mbarrier.arrive(mem.k_full, count=1)
+    mbarrier.arrive(mem.q_full.index(q_slot(i, plan)), count=1)

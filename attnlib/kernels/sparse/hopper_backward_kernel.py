@@ -34,7 +34,6 @@ from attnlib.kernels.common.backward_pair import (
 )
 from attnlib.kernels.common.backward_ring import (
     DO_FREE,
-    Q_FREE,
     add_sums,
     parity_of,
     release,
@@ -42,26 +41,28 @@ from attnlib.kernels.common.backward_ring import (
 )
 from attnlib.kernels.common.launch_order import overlap
 from attnlib.kernels.common.memory import matrix
-from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.sparse.bits import hide
 from attnlib.kernels.sparse.hopper_backward_columns import (
-    DQ_FORMED,
     await_gradients,
     change_keys,
     count_of,
     head_of,
+    meet,
     produce_columns,
     set_after,
     set_of,
 )
 from attnlib.kernels.sparse.hopper_backward_steps import (
     Work,
+    await_q,
     by_derivative,
     first_row,
     keys_of,
     locate,
     memory,
     produce,
+    q_slot,
+    release_q,
     told,
     weights,
 )
@@ -88,7 +89,7 @@ def _before(i, j, plan: gl.constexpr):
 @gluon.jit
 def _first_scores(mem, WG: gl.constexpr, plan: gl.constexpr):
     """S of the first step of a program."""
-    mbarrier.wait(mem.k_full, 0)
+    mbarrier.wait(mem.k_full.index(0), 0)
     mbarrier.wait(mem.q_full.index(0), 0)
     return warpgroup_mma_wait(0, deps=(issue_scores(mem.k, matrix(mem.q, 0), 0, WG, plan),))
 
@@ -112,24 +113,24 @@ def _visit(
     dv = gl.zeros([64, plan.d], gl.float32, plan.d_layout)
     for j in range(n):
         i = c + j
-        slot = slot_of(i)
-        q = matrix(mem.q, slot)  # [BLOCK_M, D]
+        place, slot = q_slot(i, plan), slot_of(i)  # of Q, of dO
+        q = matrix(mem.q, place)  # [BLOCK_M, D]
         do = matrix(mem.do, slot)  # [BLOCK_M, D]
 
         # 1. P and dS, while dP is under way.
         mbarrier.wait(mem.do_full.index(slot), parity_of(i))
         dp_token = issue_scores(mem.v, do, j, WG, plan)
-        lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
+        lse = mem.lse.index(place).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         p, derivative = weights(
             s, lse, mem, i, qk_scale, work, column, FUNCTION, DERIVATIVE, WG, plan
         )  # [64, BLOCK_M]
         if plan.partial:
             if (told(mem, i & 3) & 1) == 1:
-                p = hide(p, mem.words.index(2 * slot + WG).reshape([64, 4]), 0.0)
+                p = hide(p, mem.words.index(2 * place + WG).reshape([64, 4]), 0.0)
         p_half = gl.convert_layout(p.to(dtype), plan.p_layout)
         if plan.curved:
             p = by_derivative(p, derivative, plan)
-        delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
+        delta = mem.delta.index(place).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
         if plan.half_p:
             p = gl.convert_layout(here(p_half), plan.s_layout).to(gl.float32)
@@ -146,14 +147,14 @@ def _visit(
         dv = warpgroup_mma_wait(2, deps=(dv_token,))
         release(DO_FREE, i)
         dk_token = warpgroup_mma(gl.convert_layout(ds_half, plan.p_layout), q, dk, is_async=True)
-        next_slot, next_k = slot_of(i + 1), 0
+        next_k = 0
         if plan.persistent:  # the next column's, or the end
-            mbarrier.wait(mem.q_full.index(next_slot), parity_of(i + 1))
+            await_q(mem, i + 1, plan)
             change_keys(mem, t, j, n)
             next_k = set_after(t, j, n)
         elif j + 1 < n:
-            mbarrier.wait(mem.q_full.index(next_slot), parity_of(i + 1))
-        s_token = issue_scores(mem.k, matrix(mem.q, next_slot), j, WG, plan, next_k)
+            await_q(mem, i + 1, plan)
+        s_token = issue_scores(mem.k, matrix(mem.q, q_slot(i + 1, plan)), j, WG, plan, next_k)
         if plan.alternate:
             tell_start(i, n, WG, plan)
         dq = warpgroup_mma_wait(2, deps=(dq_token,))
@@ -162,7 +163,7 @@ def _visit(
         block = told(mem, gl.maximum(i - 1, 0) & 3) >> 1
         add_sums(dq_ptr, block, dq, j > 0, own_dq, plan, plan.persistent)
         dk = warpgroup_mma_wait(1, deps=(dk_token,))
-        release(Q_FREE, i)
+        release_q(i, plan)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
     last = c + n - 1
@@ -171,16 +172,17 @@ def _visit(
     row = first_row(keys_of(mem, t), WG, plan)
     if plan.persistent:
         at = head_of(mem, t)
-        dq = warpgroup_mma_wait(0, deps=(dq_token,))
-        named_barrier("sync", DQ_FORMED, 256)
         left = mem.k.index(own_k + WG)
+        dq = warpgroup_mma_wait(0, deps=(dq_token,))
+        add_sums(dq_ptr, told(mem, last & 3) >> 1, dq, n > 0, own_dq, plan, True)
+        meet(last)
         _store(desc_dv, dv.to(dtype), left, at, row)
     else:
         at = column.i_b, column.i_kv
         left = mem.v.index(WG)
         _store(desc_dv, dv.to(dtype), left, at, row)
         dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    add_sums(dq_ptr, told(mem, last & 3) >> 1, dq, n > 0, own_dq, plan, plan.persistent)
+        add_sums(dq_ptr, told(mem, last & 3) >> 1, dq, n > 0, own_dq, plan)
     tma.store_wait(0)
     _store(desc_dk, (dk * sm_scale).to(dtype), left, at, row)
     if not plan.persistent:

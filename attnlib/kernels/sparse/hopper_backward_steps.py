@@ -8,7 +8,7 @@ and tells for each of their steps, and P of a step. Chapter 30 has block masks, 
 - With Q and LSE2 of step j the producer sends a word, in told[j % 4]: twice the number of the block of
   queries over all heads, to which dQ is added, plus 1 if the step carries bits. It is stored before the
   producer arrives at q_full, and the place is filled again with step j + 4, for which the producer waits
-  until Q of step j + 2 is released.
+  until Q of step j + 4 - q_stages is released, which is behind step j.
 - The bits of a step, transposed, four words for each of the keys of a buffer, arrive with Q at q_full.
 - A score (`hopper_scores`) is computed again. For ALiBi the producer sends two more words with each step:
   where the first key stands among the queries, and the slope of the head.
@@ -28,9 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common import tma
-from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, STAGES, acquire, slot_of
+from attnlib.kernels.common.backward_ring import DO_FREE, STAGES, acquire, slot_of
 from attnlib.kernels.common.logarithms import LOG2_E
 from attnlib.kernels.common.memory import barriers, buffers
+from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.tile_order import leading_first
 from attnlib.kernels.common.words import new_words, put_word, word_in
@@ -52,21 +53,21 @@ class Memory(NamedTuple):
 
     k: gl.shared_memory_descriptor  # [block_n / 64, 1, 1, 64, d], of a persistent plan twice as many
     v: gl.shared_memory_descriptor  # [block_n / 64, 1, 1, 64, d]
-    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
+    q: gl.shared_memory_descriptor  # [q_stages, 1, 1, block_m, d]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m, d]
-    lse: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
-    delta: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
-    words: gl.shared_memory_descriptor  # [parts * STAGES, 1, 1, 256]: of buffer w, parts * slot + w
+    lse: gl.shared_memory_descriptor  # [q_stages, 1, 1, block_m]
+    delta: gl.shared_memory_descriptor  # [q_stages, 1, 1, block_m]
+    words: gl.shared_memory_descriptor  # [parts * q_stages, 1, 1, 256]: of buffer w, parts * slot + w
     told: gl.shared_memory_descriptor  # [4, LANES], and behind them words of columns: one, which keys the
     # program has, or of a persistent plan COLUMNS * WORDS
     places: gl.shared_memory_descriptor  # [4, LANES], for ALiBi: of the first key, from a step's first query
     slopes: gl.shared_memory_descriptor  # [4, LANES], for ALiBi: of a step's head, times log2(e)
-    bias: gl.shared_memory_descriptor  # copied, [parts * STAGES, 1, 1, block_m, 64]: numbered as words
+    bias: gl.shared_memory_descriptor  # copied, [parts * q_stages, 1, 1, block_m, 64]: numbered as words
     heads: gl.shared_memory_descriptor  # [4, LANES], for a bias that is loaded, or a function: of a step,
     queries: gl.shared_memory_descriptor  # [4, LANES]: and its first query
     ds: gl.shared_memory_descriptor  # [2 * parts, 64, block_m]: buffer 0 of each consumer, buffer 1
     p: gl.shared_memory_descriptor  # [STAGES, 64, block_m], of the wide kernel
-    k_full: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor  # [1], of a persistent plan [2]: of each set
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
@@ -136,13 +137,13 @@ def locate(place, work):
 @gluon.jit
 def memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, plan: gl.constexpr):
     """The `Memory` of a program."""
-    slots: gl.constexpr = plan.parts * STAGES if plan.partial else 1
+    slots: gl.constexpr = plan.parts * plan.q_stages if plan.partial else 1
     places, slopes = 0, 0  # a function can't return a None
     if plan.alibi:
         places, slopes = new_words(4, LANES), new_words(4, LANES, gl.float32)
     bias, heads, queries, p = 0, 0, 0, 0
     if plan.copies_bias:
-        bias = buffers(desc_bias, plan.parts * STAGES)
+        bias = buffers(desc_bias, plan.parts * plan.q_stages)
     if plan.tells_heads:
         heads, queries = new_words(4, LANES), new_words(4, LANES)
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, plan.block_m], desc_k.dtype)
@@ -152,10 +153,10 @@ def memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, pl
     return Memory(
         buffers(desc_k, sets * plan.parts),
         buffers(desc_v, plan.parts),
-        buffers(desc_q, STAGES),
+        buffers(desc_q, plan.q_stages),
         buffers(desc_do, STAGES),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
+        gl.allocate_shared_memory(gl.float32, [plan.q_stages, 1, 1, plan.block_m], desc_rows.layout),
+        gl.allocate_shared_memory(gl.float32, [plan.q_stages, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(desc_words.dtype, [slots, 1, 1, 256], desc_words.layout),
         new_words(4 + (COLUMNS * WORDS if plan.persistent else 1), LANES),
         places,
@@ -165,9 +166,9 @@ def memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, pl
         queries,
         gl.allocate_shared_memory(desc_k.dtype, [2 * plan.parts, 64, plan.block_m], half_layout),
         p,
-        barriers(1, 1).index(0),  # k_full
+        barriers(sets, 1),  # k_full
         barriers(1, 1).index(0),  # v_full
-        barriers(STAGES, 1),  # q_full
+        barriers(plan.q_stages, 1),  # q_full
         barriers(STAGES, 1),  # do_full
     )
 
@@ -196,6 +197,37 @@ def first_row(place, w, plan: gl.constexpr):
         return place * plan.block_n + w * 64
 
 
+# ---------------------------------------------------------------- slots of Q
+
+
+@gluon.jit
+def q_slot(j, plan: gl.constexpr):
+    """Where Q of step j is, and what comes with it."""
+    if plan.q_stages == 2:
+        return j & 1
+    else:
+        return j % plan.q_stages
+
+
+@gluon.jit
+def await_q(mem, j, plan: gl.constexpr):
+    """A consumer waits for Q of step j."""
+    mbarrier.wait(mem.q_full.index(q_slot(j, plan)), (j // plan.q_stages) & 1)
+
+
+@gluon.jit
+def release_q(j, plan: gl.constexpr):
+    """This consumer, one of two, no longer needs Q of step j."""
+    named_barrier("arrive", plan.q_free + q_slot(j, plan), 288)
+
+
+@gluon.jit
+def acquire_q(j, plan: gl.constexpr):
+    """The producer waits until all consumers have released what lies where Q of step j goes."""
+    if j >= plan.q_stages:
+        named_barrier("sync", plan.q_free + q_slot(j, plan), 288)
+
+
 # ---------------------------------------------------------------- producer
 
 
@@ -210,11 +242,14 @@ def copy_keys(desc, bar, buffers, keys, column, plan: gl.constexpr, first=0):
 
 @gluon.jit
 def copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, column, work, plan: gl.constexpr):
-    """Q and LSE2 of step j, entry e of the lists: block m of a head; and what consumers are told of it."""
-    slot = slot_of(j)
+    """Q and LSE2 of step j, entry e of the lists: block m of a head; and what consumers are told of it. Of a
+    persistent plan delta, too: dO is given back before the fence behind its load, and with three slots of Q
+    the producer has not waited for that."""
+    slot = q_slot(j, plan)
     bar = mem.q_full.index(slot)
     biases: gl.constexpr = plan.parts * desc_bias.block_type.nbytes if plan.copies_bias else 0
-    size: gl.constexpr = desc_q.block_type.nbytes + desc_rows.block_type.nbytes + biases
+    row_bytes: gl.constexpr = (2 if plan.persistent else 1) * desc_rows.block_type.nbytes
+    size: gl.constexpr = desc_q.block_type.nbytes + row_bytes + biases
     i_h = head - column.i_b * work.H
     word = 2 * (head * work.num_m + m)
     bits = 0
@@ -247,6 +282,9 @@ def copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, column,
     place = tiling.coordinates((column.i_b, i_h), m * plan.block_m, 0)
     tma.async_copy_global_to_shared(desc_q, place, bar, mem.q.index(slot))
     tma.async_copy_global_to_shared(desc_rows, [LSE2, head, m * plan.block_m], bar, mem.lse.index(slot))
+    if plan.persistent:
+        rows = [DELTA, head, m * plan.block_m]
+        tma.async_copy_global_to_shared(desc_rows, rows, bar, mem.delta.index(slot))
     if plan.copies_bias:
         own_b = column.i_b if plan.bias_batches else 0
         own_h = i_h if plan.bias_heads else 0
@@ -259,11 +297,14 @@ def copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, column,
 def copy_do(desc_do, desc_rows, mem, j, head, m, column, work, plan: gl.constexpr):
     slot = slot_of(j)
     bar = mem.do_full.index(slot)
-    mbarrier.expect(bar, desc_do.block_type.nbytes + desc_rows.block_type.nbytes)
+    row_bytes: gl.constexpr = 0 if plan.persistent else desc_rows.block_type.nbytes
+    mbarrier.expect(bar, desc_do.block_type.nbytes + row_bytes)
     at = column.i_b, head - column.i_b * work.H
     place = tiling.coordinates(at, m * plan.block_m, 0)
     tma.async_copy_global_to_shared(desc_do, place, bar, mem.do.index(slot))
-    tma.async_copy_global_to_shared(desc_rows, [DELTA, head, m * plan.block_m], bar, mem.delta.index(slot))
+    if not plan.persistent:
+        rows = [DELTA, head, m * plan.block_m]
+        tma.async_copy_global_to_shared(desc_rows, rows, bar, mem.delta.index(slot))
 
 
 @gluon.jit
@@ -281,13 +322,13 @@ def produce(
     # Consumers need the place of their keys at the end alone, and have no register for it until then.
     keys = place_of_keys(column, work, plan)
     put_word(word_of_column(mem, 0, KEYS), keys)
-    copy_keys(desc_k, mem.k_full, mem.k, keys, column, plan)
+    copy_keys(desc_k, mem.k_full.index(0), mem.k, keys, column, plan)
     j = 0
     for g in range(work.GROUP):
         head, first, end = list_of(column, g, work)
         for e in range(first, end):
             m = gl.load(work.steps + e)  # a step takes microseconds: no need to load it earlier
-            acquire(Q_FREE, j)
+            acquire_q(j, plan)
             copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, column, work, plan)
             if j == 0:
                 copy_keys(desc_v, mem.v_full, mem.v, keys, column, plan)
@@ -360,7 +401,7 @@ def by_derivative(p, derivative, plan: gl.constexpr):
 def _bias(mem, j, work, column, WG: gl.constexpr, plan: gl.constexpr):
     """That of step j for the keys of buffer WG [64, BLOCK_M]."""
     if plan.copies_bias:
-        buffer = mem.bias.index(plan.parts * slot_of(j) + WG).reshape([plan.block_m, 64])
+        buffer = mem.bias.index(plan.parts * q_slot(j, plan) + WG).reshape([plan.block_m, 64])
         return buffer.permute((1, 0)).load(plan.s_layout).to(gl.float32)
     else:
         i_h, query = word_in(mem.heads.index(j & 3)), word_in(mem.queries.index(j & 3))

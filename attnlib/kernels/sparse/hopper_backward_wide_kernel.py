@@ -88,7 +88,7 @@ def _values(
     dtype: gl.constexpr = mem.k.dtype
     n = column.count
 
-    mbarrier.wait(mem.k_full, 0)
+    mbarrier.wait(mem.k_full.index(0), 0)
     mbarrier.wait(mem.q_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=(issue_scores(mem.k, matrix(mem.q, 0), 0, 0, plan),))
     dv_left, dv_right = _zeros(plan), _zeros(plan)
@@ -167,7 +167,7 @@ def _keys(desc_dk, mem, sm_scale, column, plan: gl.constexpr):
 @gluon.jit
 def _queries(dq_ptr, mem, column, plan: gl.constexpr):
     """Warpgroup 2: dQ, one half of the columns after the other."""
-    mbarrier.wait(mem.k_full, 0)
+    mbarrier.wait(mem.k_full.index(0), 0)
     for j in range(column.count):
         slot = slot_of(j)
         named_barrier("sync", DS_FULL + slot, 256)

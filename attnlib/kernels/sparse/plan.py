@@ -126,6 +126,9 @@ class SparseBackwardPlan(Constants):
     curved = property(lambda self: gl.constexpr(self.soft_cap.value or self.function.value))
 
     parts = gl.constexpr(2)  # of 64 keys, in a buffer each
+    # Slots of Q, and the first of as many named barriers that give them back.
+    q_stages = property(lambda self: gl.constexpr(3 if self.persistent.value else 2))
+    q_free = property(lambda self: gl.constexpr(6 if self.persistent.value else 8))
     block_n = property(lambda self: gl.constexpr(64 * self.parts.value))  # keys of a program
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
