@@ -79,8 +79,8 @@ def small(gpu, monkeypatch):
     monkeypatch.setattr(time_s2, "attention", lambda *x, **how: slow(*x, **how, impl="reference"))
     monkeypatch.setattr(time_s2, "in_form", lambda mask, shape, **changes: (
         lambda q, k, v: time_s2.attention(q, k, v, block_mask=mask)))  # fmt: skip
-    monkeypatch.setattr(time_s2, "staying", lambda mask, tensors: time_s2.differentiated(
-        lambda q, k, v: time_s2.attention(q, k, v, block_mask=mask), tensors))  # fmt: skip
+    monkeypatch.setattr(time_s2, "backward_in_form", lambda tensors, leads, **changes: time_s2.differentiated(
+        lambda q, k, v: time_s2.attention(q, k, v, block_mask=time_s2.PATTERN.mask(q.shape[2])), tensors))
 
 
 def test_the_record(small, tmp_path, capsys):
@@ -90,7 +90,8 @@ def test_the_record(small, tmp_path, capsys):
     assert set(tables) == {"forward", "backward", "decode"}
     for name in ("forward", "backward"):
         rows = {row["impl"]: row for row in tables[name]["rows"] if "control_of" not in row}
-        others = {time_s2.COPIES, time_s2.WHOLE} if name == "forward" else {time_s2.STAYS}
+        forward = {time_s2.COPIES, time_s2.WHOLE}
+        others = forward if name == "forward" else {time_s2.LATE, time_s2.LEAVES}
         assert set(rows) == {"S2", "S2, 2 dense heads", "attnlib"} | others
         assert rows["S2"]["share"] < rows["S2, 2 dense heads"]["share"] < rows["attnlib"]["share"] == 1
         assert "mask_ms" in rows["S2"] and all(row["status"] == "ok" for row in rows.values())

@@ -229,7 +229,7 @@ def compile_backward(case: tuple) -> Stats:
     plan = launch_hopper_backward.make_plan(width, config, partial, score, bias is not None)
     has = {"inner": plan.curved.value, "after": plan.soft_cap.value and plan.function.value}
     has |= {"alibi_ptr": plan.alibi.value, "place": plan.alibi.value, "units_ptr": config.gathered}
-    has |= dict.fromkeys(("counter_ptr", "columns"), config.persistent)
+    has |= dict.fromkeys(("counter_ptr", "columns", "LEADING"), config.persistent)
     has |= dict.fromkeys(("bias_ptr", "bias_b", "bias_h", "bias_m", "S_k"), plan.bias.value)
     has["desc_bias"] = bias
     absent = [name for name, there in has.items() if not there and name in kernel.arg_names]

@@ -8,7 +8,8 @@ Three tables, of 4 sequences and 16 heads of 128 columns in bfloat16, causal, un
 blocks of 64, 8 near ones, a stride of 16. `forward` and `backward`: the block-sparse engine, the same with
 two dense heads at some lengths, what its copies take alone (`attnlib.bench.copies_alone`), forward without
 `leaves_out`, the kernel of chapter 33 at two of them, and dense attention; of the backward pass also what it
-was made of, its keys in order, and gathered with the first queries first, and programs that stay on their SM.
+was made of: keys in order, the first queries first, long columns where their section has them, and programs
+of one column.
 `decode`: one token against a cache that keeps what the pattern needs, and against one that keeps all. `share`
 is the part of causal attention's blocks that a pattern keeps, `mask_ms` what making the mask and its lists
 takes.
@@ -49,7 +50,8 @@ from attnlib.params import MaskWindow, Params  # noqa: E402
 DEVICE = "cuda"
 OURS, HYBRID, STEP, DENSE = "S2", "S2, 2 dense heads", "33_s2", "attnlib"
 COPIES, WHOLE = "S2, copies", "S2, no step left out"
-IN_ORDER, FIRST_FIRST, STAYS = "S2, keys in order", "S2, first queries first", "S2, programs stay"
+IN_ORDER, FIRST_FIRST = "S2, keys in order", "S2, first queries first"
+LATE, LEAVES = "S2, long columns late", "S2, programs of a column"
 BATCH, HEADS, WIDTH = 4, 16, 128
 LENGTHS = tuple(1024 << i for i in range(8))
 HYBRID_LENGTHS = 16384, 65536
@@ -57,8 +59,8 @@ STEP_LENGTHS = 4096, 16384
 CACHES = 16384, 65536, 131072
 PATTERN = S2Pattern(HEADS)
 PATTERNS = {
-    OURS: PATTERN, WHOLE: PATTERN, STEP: PATTERN, IN_ORDER: PATTERN, FIRST_FIRST: PATTERN,
-    STAYS: PATTERN,
+    OURS: PATTERN, WHOLE: PATTERN, STEP: PATTERN, IN_ORDER: PATTERN, FIRST_FIRST: PATTERN, LATE: PATTERN,
+    LEAVES: PATTERN,
     HYBRID: S2Pattern(HEADS, dense_heads=2),
     DENSE: S2Pattern(HEADS, dense_heads=HEADS),
 }  # fmt: skip
@@ -197,13 +199,19 @@ def differentiated(call: Callable, tensors: Tensors) -> Function:
     return lambda: torch.autograd.grad(out, leaves, tensors[3], retain_graph=True)
 
 
-def staying(mask: BlockMask, tensors: Tensors) -> Function:
-    """The backward pass by programs that stay on their SM, with its launches prepared as those of a call."""
-    q, k, v, d_out = tensors
+def backward_in_form(tensors: Tensors, leads: bool, **changes: Any) -> Function:
+    """The backward pass with its launches prepared as those of a call; leads: whether long columns come
+    first. changes: of its configuration."""
+    (q, k, v, d_out), mask = tensors, PATTERN.mask(tensors[0].shape[2], DEVICE)
     params = Params(MaskWindow(None, None), WIDTH**-0.5, return_lse=True, block_mask=mask)
     out, lse = dispatch.forward(q, k, v, params)
-    own = params._replace(config=replace(hopper.configuration(q, k, v, params, True), persistent=True))
-    own = own._replace(plan=hopper.prepare(signature(own, q, k, d_out, q, k, v, out), backward=True))
+    own = params._replace(config=replace(hopper.configuration(q, k, v, params, True), **changes))
+    call = signature(own, q, k, d_out, q, k, v, out)
+    if not leads:
+        last = call.mask._replace(leading=0)
+        gathered = last.gathered and last.gathered._replace(leading=0)
+        call = call._replace(mask=last._replace(gathered=gathered))
+    own = own._replace(plan=hopper.prepare(call, backward=True))
     return lambda: hopper.backward(d_out, q, k, v, out, lse, own)
 
 
@@ -225,8 +233,10 @@ def prefill_rows(length: int, gradients: bool, setting: Setting) -> Iterator[dic
         make = lambda: copies_alone.call_of(*tensors[:3], PATTERN.mask(length, DEVICE))  # noqa: E731
         runs.append(Run(COPIES, shape, make, [], PATTERN.share(length)))
     else:
-        make = lambda: staying(PATTERN.mask(length, DEVICE), tensors)  # noqa: E731
-        runs.append(Run(STAYS, shape, make, judged[PATTERN], PATTERN.share(length) * factor))
+        forms = {LATE: (False, {}), LEAVES: (True, {"persistent": False, "alternate": False})}
+        for name, (leads, changes) in forms.items():
+            make = lambda leads=leads, changes=changes: backward_in_form(tensors, leads, **changes)  # noqa: E731
+            runs.append(Run(name, shape, make, judged[PATTERN], PATTERN.share(length) * factor))
     harness.time_rounds(runs, None, setting, lambda text: None)
     yield from (run.row for run in runs)
 

@@ -497,14 +497,12 @@ class Run:
         chosen = hopper.configuration(self.q, self.k, self.v, params, backward=True)
         configs = {"chosen": chosen, "one section": replace(chosen, l2_bytes=1 << 40)}
         if self.head_dim <= 128:
-            configs |= {"stays": replace(chosen, persistent=True)}
-            configs |= {"stays, one section": replace(chosen, persistent=True, l2_bytes=1 << 40)}
-            configs |= {"stays, alternate": replace(chosen, persistent=True, alternate=True)}
-            configs |= {"rounded P": replace(chosen, half_p=not chosen.half_p)}
+            other = "rounded P" if not chosen.half_p else "whole P"
+            configs |= {other: replace(chosen, half_p=not chosen.half_p)}
             configs |= {"64 queries": replace(chosen, block_m=64)}
-            configs |= {"alternate": replace(chosen, alternate=True)}
-            whole = replace(chosen, alternate=True, half_p=not chosen.half_p)
-            configs |= {"alternate, rounded P" if whole.half_p else "alternate, whole P": whole}
+            configs |= {"abreast": replace(chosen, alternate=False)}
+            leaves = replace(chosen, alternate=False, persistent=False)
+            configs |= {"a column": leaves, "a column, in turns": replace(leaves, alternate=True)}
         tried |= {name: (hopper, config) for name, config in configs.items()}
         for name, (family, config) in tried.items():
             own = params._replace(config=config)

@@ -98,13 +98,6 @@ def await_k(mem, t):
 
 
 @gluon.jit
-def acquire_k(t):
-    """The producer waits until what lay where K of column t goes is no longer needed."""
-    if t >= 2:
-        named_barrier("sync", K_FREE, 288)
-
-
-@gluon.jit
 def set_after(t, j, n):
     """That of the step behind step j of n."""
     return set_of(gl.where(j == n - 1, t + 1, t))
@@ -144,9 +137,10 @@ def produce_columns(
     i = 0  # of its steps
     asked = 0 * lanes()
     while number < work.columns:
-        column = locate(number, work)
+        column = locate(number, work, plan)
         keys = place_of_keys(column, work, plan)
-        acquire_k(t)
+        if t >= 2:
+            named_barrier("sync", K_FREE, 288)  # of column t - 2
         copy_keys(desc_k, mem.k_full.index(t & 1), mem.k, keys, column, plan, set_of(t))
         j = 0
         for g in range(work.GROUP):
@@ -172,8 +166,7 @@ def produce_columns(
                 j += 1
         number = drawn(asked, work.counter, work.columns, 1)
         t += 1
-    acquire_k(t)
-    mbarrier.arrive(mem.k_full.index(t & 1), count=1)
     acquire_q(i, plan)
     put_word(word_of_column(mem, t, COUNT), 0)
     mbarrier.arrive(mem.q_full.index(q_slot(i, plan)), count=1)
+    mbarrier.arrive(mem.k_full.index(t & 1), count=1)  # K of column t - 2 has arrived, as its V was free

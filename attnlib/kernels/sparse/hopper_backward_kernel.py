@@ -147,14 +147,14 @@ def _visit(
         dv = warpgroup_mma_wait(2, deps=(dv_token,))
         release(DO_FREE, i)
         dk_token = warpgroup_mma(gl.convert_layout(ds_half, plan.p_layout), q, dk, is_async=True)
-        next_k = 0
+        next_k, next_place = 0, q_slot(i + 1, plan)
         if plan.persistent:  # the next column's, or the end
             await_q(mem, i + 1, plan)
             change_keys(mem, t, j, n)
             next_k = set_after(t, j, n)
         elif j + 1 < n:
             await_q(mem, i + 1, plan)
-        s_token = issue_scores(mem.k, matrix(mem.q, q_slot(i + 1, plan)), j, WG, plan, next_k)
+        s_token = issue_scores(mem.k, matrix(mem.q, next_place), j, WG, plan, next_k)
         if plan.alternate:
             tell_start(i, n, WG, plan)
         dq = warpgroup_mma_wait(2, deps=(dq_token,))
@@ -232,12 +232,10 @@ def _produce(
 # ---------------------------------------------------------------- kernel
 
 
-NUMBERS = """
-    H GROUP HEADS_KV SECTION LEADING num_m num_n mask_b mask_h place bias_b bias_h bias_m S_q S_k
-""".split()
+NUMBERS = "H GROUP HEADS_KV SECTION num_m num_n mask_b mask_h place bias_b bias_h bias_m S_q S_k".split()
 
 
-@gluon.jit(do_not_specialize=[*NUMBERS, "columns"])
+@gluon.jit(do_not_specialize=[*NUMBERS, "columns", "LEADING"])
 def attention_sparse_backward_hopper(
     desc_q, desc_k, desc_v, desc_do,  # (B, H, S_q, D), (B, H_kv, S_k, D) twice, (B, H, S_q, D)
     desc_dk, desc_dv,  # (B, H_kv, S_k, D)
@@ -260,7 +258,6 @@ def attention_sparse_backward_hopper(
     GROUP,  # query heads that share one key/value head
     HEADS_KV,  # B * H_kv
     SECTION,  # key/value heads that advance together
-    LEADING,  # columns of each head, its longest ones, that come before the others of all heads
     num_m,  # query blocks of a head in memory
     num_n,  # columns of tiles of a mask
     mask_b, mask_h,  # masks from one batch element, or head, to the next; 0 where they share one
@@ -269,18 +266,19 @@ def attention_sparse_backward_hopper(
     FUNCTION: gl.constexpr = None, DERIVATIVE: gl.constexpr = None,  # see the forward kernel
     OVERLAPS: gl.constexpr = False,  # with the launches before and after it, see `launch_order`
     columns=None, counter_ptr=None,  # of a persistent plan: all columns, and a counter of them that is 0
+    LEADING=None,  # and of each head so many, its longest ones, that come before all others
 ):  # fmt: skip
     """dK, dV, and the sum of dQ / sm_scale over all columns; see the module docstring."""
     if plan.persistent:
         counter_ptr = counter_ptr.to(gl.pointer_type(gl.int32))
     work = Work(
-        H, GROUP, HEADS_KV, SECTION, LEADING, num_m, num_n, mask_b, mask_h, starts_ptr, steps_ptr, bits_ptr,
-        order_ptr, inner, after, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k, units_ptr,
-        columns, counter_ptr,
+        H, GROUP, HEADS_KV, SECTION, num_m, num_n, mask_b, mask_h, starts_ptr, steps_ptr, bits_ptr, order_ptr,
+        inner, after, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k, units_ptr,
+        columns, counter_ptr, LEADING,
     )  # fmt: skip
     column = 0  # none: Triton has no tuples with a None
     if not plan.persistent:
-        column = locate(gl.program_id(0), work)
+        column = locate(gl.program_id(0), work, plan)
     mem = memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, plan)
     fence_async_shared()
     if OVERLAPS:

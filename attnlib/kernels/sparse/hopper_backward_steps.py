@@ -80,7 +80,6 @@ class Work(NamedTuple):
     GROUP: gl.tensor
     HEADS_KV: gl.tensor
     SECTION: gl.tensor
-    LEADING: gl.tensor
     num_m: gl.tensor
     num_n: gl.tensor
     mask_b: gl.tensor
@@ -100,8 +99,9 @@ class Work(NamedTuple):
     S_q: gl.tensor
     S_k: gl.tensor
     units: gl.tensor  # see `block_mask.gathered`; None without
-    columns: gl.tensor  # of a persistent plan: how many there are, and a counter of them
+    columns: gl.tensor  # of a persistent plan: how many there are, a counter of them, and how many lead
     counter: gl.tensor
+    LEADING: gl.tensor
 
 
 class Column(NamedTuple):
@@ -118,11 +118,15 @@ class Column(NamedTuple):
 
 
 @gluon.jit
-def locate(place, work):
-    """The `Column` of this place in their order: those of a head with the longest lists come first, and
-    LEADING of these, of all heads, before all others. Not for the code of a consumer: a loop in there makes
-    ptxas take what follows it for different in each thread."""
-    rank, head = leading_first(place, work.num_n, work.HEADS_KV, work.SECTION, work.LEADING)
+def locate(place, work, plan: gl.constexpr):
+    """The `Column` of this place in their order: those of a head with the longest lists come first, and of a
+    persistent plan LEADING of these, of all heads, before all others. Consumers of other plans get the
+    `Column`, and have no registers for what that takes. Not for the code of a consumer: a loop in there
+    makes ptxas take what follows it for different in each thread."""
+    if plan.persistent:
+        rank, head = leading_first(place, work.num_n, work.HEADS_KV, work.SECTION, work.LEADING)
+    else:
+        rank, head = tiling.by_sections(place, work.num_n, work.HEADS_KV, work.SECTION)
     i_b, i_kv = tiling.divide(head, work.H // work.GROUP)
     mask = (i_b * work.mask_b + i_kv * work.GROUP * work.mask_h) * work.num_n
     i_n = gl.load(work.order + mask + rank)

@@ -187,9 +187,7 @@ def _queries(dq_ptr, mem, column, plan: gl.constexpr):
 # ---------------------------------------------------------------- kernel
 
 
-NUMBERS = """
-    H GROUP HEADS_KV SECTION LEADING num_m num_n mask_b mask_h place bias_b bias_h bias_m S_q S_k
-""".split()
+NUMBERS = "H GROUP HEADS_KV SECTION num_m num_n mask_b mask_h place bias_b bias_h bias_m S_q S_k".split()
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -214,7 +212,6 @@ def attention_sparse_backward_hopper_wide(
     GROUP,
     HEADS_KV,
     SECTION,
-    LEADING,
     num_m,
     num_n,
     mask_b, mask_h,
@@ -225,11 +222,11 @@ def attention_sparse_backward_hopper_wide(
 ):  # fmt: skip
     """dK, dV, and the sum of dQ / sm_scale over all columns; see the module docstring."""
     work = Work(
-        H, GROUP, HEADS_KV, SECTION, LEADING, num_m, num_n, mask_b, mask_h, starts_ptr, steps_ptr, bits_ptr,
-        order_ptr, inner, after, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k, units_ptr,
-        None, None,
+        H, GROUP, HEADS_KV, SECTION, num_m, num_n, mask_b, mask_h, starts_ptr, steps_ptr, bits_ptr, order_ptr,
+        inner, after, place, alibi_ptr, bias_ptr, bias_b, bias_h, bias_m, S_q, S_k, units_ptr,
+        None, None, None,
     )  # fmt: skip
-    column = locate(gl.program_id(0), work)
+    column = locate(gl.program_id(0), work, plan)
     mem = memory(desc_q, desc_k, desc_v, desc_do, desc_rows, desc_words, desc_bias, plan)
     fence_async_shared()
     if OVERLAPS:

@@ -81,6 +81,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
         first = first.followed_by(CHUNK, zeros=True)  # a counter
     num_n = -(-S_k // TILE) * (TILE // config.block_n)
     columns = num_n * B * H_kv
+    leading = l2_sections.leading(B * H_kv, num_n, mask.leading)
     if max(columns, first.heads * (first.padded // 64), S_k) >= LIMIT // 2:
         raise ValueError(
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
@@ -108,11 +109,10 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "GROUP": H // H_kv,
             "HEADS_KV": B * H_kv,
             "SECTION": config.heads_per_section(B * H_kv, num_n, S_q, width),
-            "LEADING": l2_sections.leading(B * H_kv, num_n, mask.leading * (TILE // config.block_n)),
             "num_m": first.padded // config.block_m,
             "num_n": num_n,
             **mask_strides(call),
-            **({"columns": columns} if persistent else {}),
+            **({"columns": columns, "LEADING": leading} if persistent else {}),
         },
         constants={
             "plan": plan,
