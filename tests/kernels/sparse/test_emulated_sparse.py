@@ -530,7 +530,8 @@ MUTATIONS += [
     backward("Q has two slots, and three barriers", "many steps", f"Race|Deadlock|{WRONG}",
              ("return j % plan.q_stages", "return j & 1"), steps),
     backward("delta is overwritten without a fence", "many steps", "Race",
-             ("mem.delta.index(slot))\n    if plan.copies", "mem.delta.index(j & 1))\n    if plan.copies"), steps),
+             ("mem.delta.index(slot))\n    if plan.copies_bias:\n        own_b",
+              "mem.delta.index(j & 1))\n    if plan.copies_bias:\n        own_b"), steps),
     backward("words of columns have one place", "one step each", f"Race|{WRONG}",
              ("(t & (COLUMNS - 1)) * WORDS + w", "(t & 0) * WORDS + w"), steps),
     *(backward(bug, call, verdict, edit) for bug, call, verdict, edit in (
