@@ -72,6 +72,11 @@ def s2_over_mean(seqlen: int, leads: bool) -> float:
     return max(sms) / (sum(map(sum, steps)) * 4 / l2_sections.SMS)
 
 
+def test_neither_few_programs_have_leading_ones_nor_very_many() -> None:
+    found = [l2_sections.leading(64, n // 128, 5) for n in (1024, 2048, 4096, 65536, 131072)]
+    assert found == [0, 0, 5, 5, 0]
+
+
 @pytest.mark.parametrize(("seqlen", "without"), [(2048, 1.05), (4096, 1.2), (8192, 1.2), (16384, 1.15)])
 def test_long_columns_do_not_come_last(seqlen: int, without: float) -> None:
     """So few programs as at 2048 tokens are divided evenly by their sections alone."""
