@@ -7,7 +7,7 @@ FEW = 8
 """A launch with at most this many programs for each SM has few: the idle time after its last section
 counts."""
 MANY = 300
-"""With more for each SM, one long program at the end no longer counts."""
+"""With more for each SM, what begins late is a small part of all, and the order by sections is faster."""
 
 
 def query_heads(heads: int, group: int, keys: int, width: int, l2_bytes: int) -> int:
@@ -48,9 +48,8 @@ def last_section(heads: int, blocks: int, section: int, waves: float) -> int:
 def leading(heads: int, blocks: int, longest: int) -> int:
     """How many programs of each head come before the others of all heads, of a backward pass whose heads have
     so many that are much longer than the rest. In sections alone those of the last one would begin when most
-    others have ended. None where a launch has few programs, whose sections are made for that, or very many, of
-    which the last section is a small part: there the blocks of queries that the two parts read twice cost
-    more (S2 with 248 programs for each SM gained 9%, with 496 it lost 7%)."""
+    others have ended. None where a launch has few programs, whose sections are made for that, or very many:
+    with 248 for each SM S2 gained 9% by it, with 496 it lost 7% (docs/lab/s2.md)."""
     return longest if FEW * SMS < heads * blocks <= MANY * SMS else 0
 
 
