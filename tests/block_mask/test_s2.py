@@ -99,6 +99,19 @@ def test_programs_begin_with_the_last_queries() -> None:
         assert pairs[0] == pairs[1]
 
 
+def test_columns_that_lead_are_those_with_more_than_twice_the_average_steps() -> None:
+    published, causal = S2Pattern(16).mask(4096), BlockMask.from_function(lambda b, h, q, k: q >= k, 4096, 4096)
+    for mask in (published, published.gathered, causal):
+        lengths = mask.lists(64, columns=True).starts.diff().float()
+        long = (lengths > 2 * lengths.mean()).sum().item()
+        assert mask.form.leading == round(long / mask.shape[1])
+    assert published.form.leading == 3 and published.gathered.form.leading == 2 and causal.form.leading == 0
+    blocks = torch.eye(8, dtype=torch.bool)[None, None].repeat(1, 3, 1, 1)
+    blocks[:, 1, :, :3] = True  # of one head alone: one of each on average
+    assert BlockMask.from_blocks(blocks, 1024, 1024).form.leading == 1
+    assert BlockMask.from_blocks(torch.zeros(1, 1, 2, 2, dtype=torch.bool), 256, 256).form.leading == 0
+
+
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_heads_together_see_every_key(name: str) -> None:
     pattern = PATTERNS[name]

@@ -128,15 +128,15 @@ BACKWARD += [(128, True, "fp16", "own"), (128, True, "fp16", "gathered")]
 BACKWARD += more(product((64, 128, 256), (True,), ("fp16",), ("own, capped",)))
 BACKWARD += more([(64, True, "fp16"), (128, False, "fp16"), (128, True, "fp16"), (64, True, "fp16", "cap")])
 BACKWARD += more([(64, True, "bf16", "gathered")])
-BACKWARD += [(128, True, "fp16", "gathered, persistent")]
-BACKWARD += more([(64, False, "fp16", "persistent"), (64, True, "bf16", "gathered, persistent")])
-BACKWARD += more([(128, True, "bf16", "persistent"), (128, False, "fp16", "persistent")])
+BACKWARD += [(128, True, "fp16", "a column")]
+BACKWARD += more([(64, False, "fp16", "a column"), (64, True, "bf16", "gathered, a column")])
+BACKWARD += more([(128, True, "fp16", "abreast"), (64, True, "fp16", "gathered, abreast")])
 BACKWARD += [(256, True, "fp16"), (256, True, "fp16", "every part")]
 BACKWARD += more(product((64, 128), (True,), ("fp16",), ("half", "single", "every part")))
 BACKWARD += more([(256, False, "fp16")])
 BACKWARD += more(product((256,), (True,), ("fp16",), ("all", "relative", "half")))
 """Head dimension, whether steps carry bits, dtype, and the score if there is one, or "gathered" keys,
-"persistent" programs."""
+programs of "a column" where calls have some that stay, and consumers "abreast" where calls have turns."""
 SPILLS = {False: 4, True: 14}
 """Words of the backward kernel, by whether steps carry bits: some of the producer, whose numbers come from
 lists and are not uniform to the compiler, and up to two of a consumer in a step."""
@@ -144,12 +144,12 @@ FORWARD_SPILLS = {("128 copied", "bits, LSE, half"): 4}
 """Of the forward kernel: where the LSE goes, kept from a tile's begin to its end. Others have none."""
 KEPT_SPILLS = 4
 """With kept shifts and bits, outside the loop."""
-MOST_SPILLS = {"all": 28, "half": 28, "single": 20, "relative": 20, "every part": 64}
-MOST_SPILLS |= {"own": 18, "own, capped": 24}
+MOST_SPILLS = {"all": 34, "half": 28, "single": 20, "relative": 20, "every part": 64}
+MOST_SPILLS |= {"own": 18, "own, capped": 26}
 """Under a soft cap and ALiBi at D = 128, P and the derivative of its scores wait for the bits; a bias that is
 loaded has addresses."""
 WIDE_SPILLS = {"all": 44, "relative": 24, "half": 66, "every part": 66}
-WIDE_SPILLS |= {"own": 30, "own, capped": 32}
+WIDE_SPILLS |= {"own": 30, "own, capped": 36}
 """At D = 256, of the warpgroup with the scores, whose sums of dV are 128 registers of a thread."""
 LOADED = "single", "relative", "every part"
 """With loads from global memory in its loop, ptxas takes operands' addresses for different in each thread
@@ -197,12 +197,14 @@ def compile_case(case: tuple[str, str, str]) -> Stats:
 
 def config_of(case: tuple) -> HopperSparseBackwardConfig:
     """Of a case of `BACKWARD`."""
-    options = case[3].split(", ") if case[3:] else []
-    forms = {name: name in options for name in ("gathered", "persistent")}
-    score = [name for name in options if name not in forms]
-    scored = bool(score) and score[0] != "alibi"
-    whole = not case[1] and not score
-    return replace(hopper_sparse_backward_config(case[0], scored, whole), **forms)
+    name = case[3] if case[3:] else ""
+    score = SCORES.get(name)
+    capped = score is not None and score.soft_cap is not None
+    told = score is not None and any(x is not None for x in (score.bias, score.relative, score.function))
+    config = hopper_sparse_backward_config(case[0], capped, told)
+    if "abreast" in name or "a column" in name:
+        config = replace(config, alternate=False, persistent="a column" not in name)
+    return replace(config, gathered="gathered" in name)
 
 
 def compile_backward(case: tuple) -> Stats:
