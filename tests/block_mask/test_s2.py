@@ -100,7 +100,8 @@ def test_programs_begin_with_the_last_queries() -> None:
 
 
 def test_columns_that_lead_are_those_with_more_than_twice_the_average_steps() -> None:
-    published, causal = S2Pattern(16).mask(4096), BlockMask.from_function(lambda b, h, q, k: q >= k, 4096, 4096)
+    causal = BlockMask.from_function(lambda b, h, q, k: q >= k, 4096, 4096)
+    published = S2Pattern(16).mask(4096)
     for mask in (published, published.gathered, causal):
         lengths = mask.lists(64, columns=True).starts.diff().float()
         long = (lengths > 2 * lengths.mean()).sum().item()
