@@ -45,8 +45,8 @@ def is_short(steps: float, fine: float, bits: bool) -> bool:
 class Form(NamedTuple):
     """What launches depend on of a mask: B and H, 1 where all share one, its slots of words, whether any step
     of any list needs bits, or of a list of rows; whether steps of 128 keys cover not much more than those of
-    64, for 128 queries; whether rows have few steps, see `is_short`; and how many tiles of 128 keys of a head
-    lead, see `lists.leading`. The last one is the form of `BlockMask.gathered`, None where there is none."""
+    64, for 128 queries; whether rows have few steps, see `is_short`; the form of `BlockMask.gathered`, None
+    where there is none; and how many tiles of 128 keys of a head are long, see `lists.leading`."""
 
     B: int
     H: int
@@ -55,8 +55,8 @@ class Form(NamedTuple):
     partial_rows: bool
     coarse: bool
     short: bool = False
-    leading: int = 0
     gathered: Form | None = None
+    leading: int = 0
 
 
 class BlockMask:
@@ -312,7 +312,7 @@ class BlockMask:
         coarse, short = steps <= 1.1 * fine, is_short(steps, fine, partial[1])
         ahead = leading(self._tiles)
         gathered = None if self.gathered is None else self.gathered.form
-        return Form(*self.shape[:2], len(self._tiles.words), *partial, coarse, short, ahead, gathered)
+        return Form(*self.shape[:2], len(self._tiles.words), *partial, coarse, short, gathered, ahead)
 
     @cached_property
     def gathered(self) -> GatheredMask | None:

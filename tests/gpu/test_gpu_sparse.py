@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from sparse_cases import CASES, FUNCTIONS, check_backward, check_forward
 from attnlib import BlockMask, S2Pattern, attention
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import Oracle, make_inputs
-from attnlib.kernels.sparse import hopper
+from attnlib.kernels.common import device
+from attnlib.kernels.sparse import hopper, launch_hopper_backward
 from attnlib.kernels.sparse.configs_hopper import hopper_sparse_config
 from attnlib.params import MaskWindow, Params
 
@@ -88,7 +90,8 @@ def test_consumers_that_leave_out_steps(label):
 
 def judge_programs(tensors, sm_scale, block_mask, dense, label):
     """Of the backward pass: those that stay, which calls have, twice, as the second launch takes another way;
-    with consumers abreast; and those of one column, which calls with a bias have."""
+    on 4 SMs, where each has many columns; with consumers abreast; and those of one column, which calls with a
+    bias have."""
     q, k, v, d_out = tensors
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     params = Params(MaskWindow(None, None), scale, return_lse=True, block_mask=block_mask)
@@ -97,10 +100,21 @@ def judge_programs(tensors, sm_scale, block_mask, dense, label):
     config = hopper.configuration(q, k, v, params, backward=True)
     assert config.persistent and config.alternate
     abreast = replace(config, alternate=False)
-    for chosen in (config, config, abreast, replace(abreast, persistent=False)):
+
+    def judge(chosen):
         own = params._replace(config=chosen)
         for verdict in gradients.judge(*hopper.backward(d_out, q, k, v, out, lse, own)).values():
             verdict.raise_if_bad(label)
+
+    for chosen in (config, config, replace(abreast, persistent=False)):
+        judge(chosen)
+    launch_hopper_backward.prepare.cache_clear()  # its launches are for all SMs
+    try:
+        with mock.patch.object(device, "num_sms", lambda index: 4):
+            judge(config)
+            judge(abreast)
+    finally:
+        launch_hopper_backward.prepare.cache_clear()
 
 
 @pytest.mark.skipif(not HOPPER, reason="a kernel for Hopper")

@@ -79,6 +79,11 @@ class Recorded(Emulated):
         """Of the last launch."""
         return self._grid[0]
 
+    @property
+    def given(self) -> dict:
+        """Named arguments of the last launch."""
+        return self._kwargs
+
     def repeat(self, order: str, seed: int) -> Report:
         """AssertionError if memory is not as after the launch, up to the order of sums."""
         for tensor, before in zip(self.tensors, self._before, strict=True):

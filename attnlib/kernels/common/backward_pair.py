@@ -14,7 +14,7 @@ from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.common.named_barrier import named_barrier
 
 START = gl.constexpr(4)  # of the named barriers, and 5; Triton uses those below 3
-DS_FULL = gl.constexpr(12)  # Q_FREE and DO_FREE are 8 to 11
+DS_FULL = gl.constexpr(12)  # Q_FREE and DO_FREE are 8 to 11, or see `sparse.hopper_backward_columns`
 
 
 @gluon.jit

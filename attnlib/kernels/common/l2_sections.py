@@ -7,7 +7,7 @@ FEW = 8
 """A launch with at most this many programs for each SM has few: the idle time after its last section
 counts."""
 MANY = 300
-"""With more for each SM, what begins late is a small part of all, and the order by sections is faster."""
+"""With more for each SM the order by sections was faster; why is not known."""
 
 
 def query_heads(heads: int, group: int, keys: int, width: int, l2_bytes: int) -> int:
@@ -45,12 +45,12 @@ def last_section(heads: int, blocks: int, section: int, waves: float) -> int:
     return max(heads - least, 0) // section * section
 
 
-def leading(heads: int, blocks: int, longest: int) -> int:
+def leading_programs(heads: int, blocks: int, long: int) -> int:
     """How many programs of each head come before the others of all heads, of a backward pass whose heads have
-    so many that are much longer than the rest. In sections alone those of the last one would begin when most
-    others have ended. None where a launch has few programs, whose sections are made for that, or very many:
-    with 248 for each SM S2 gained 9% by it, with 496 it lost 7% (docs/lab/s2.md)."""
-    return longest if FEW * SMS < heads * blocks <= MANY * SMS else 0
+    so many long ones. In sections alone those of the last one would begin when most others have ended. 0
+    where a launch has few programs, whose sections are made for that, or very many: with 248 for each SM S2
+    took 0.91 to 0.94 of the time by it, with 496 1.08 (docs/lab/s2.md)."""
+    return long if FEW * SMS < heads * blocks <= MANY * SMS else 0
 
 
 def by_cache(heads: int, rows: int, width: int, l2_bytes: int) -> int:

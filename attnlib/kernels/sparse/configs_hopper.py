@@ -211,12 +211,12 @@ under a bias, which has no room beside those in shared memory."""
 
 
 def hopper_sparse_backward_config(
-    head_dim: int, capped: bool = False, told: bool = False
+    head_dim: int, capped: bool = False, placed: bool = False
 ) -> HopperSparseBackwardConfig:
-    """For a head dimension. capped: whether there is a soft cap. told: whether there is a bias or a function,
-    which are told the places of a step, and of whose programs none stays. Consumers of those that stay take
-    turns; at D = 128 under a soft cap they lose by it, and those of programs that do not stay lose wherever
-    steps carry bits (docs/lab/sparse.md).
+    """For a head dimension. capped: whether there is a soft cap. placed: whether there is a bias or a
+    function of the caller's own; their programs do not stay. Consumers of those that stay take turns, but at
+    D = 128 under a soft cap, where they lose by it; those of programs that do not stay lose under most masks
+    with bits (docs/lab/sparse.md).
 
     Raises:
         ValueError: `head_dim` out of range.
@@ -224,7 +224,7 @@ def hopper_sparse_backward_config(
     if not 1 <= head_dim <= 256:
         raise ValueError(f"head_dim: expected 1 to 256, got {head_dim}")
     width = tile_width(head_dim)
-    chosen = _SCORED.get(width, _BACKWARD[width]) if capped or told else _BACKWARD[width]
-    if told or width > 128:
+    chosen = _SCORED.get(width, _BACKWARD[width]) if capped or placed else _BACKWARD[width]
+    if placed or width > 128:
         return chosen
     return replace(chosen, persistent=True, alternate=not (capped and width == 128))

@@ -99,13 +99,14 @@ def await_k(mem, t):
 
 @gluon.jit
 def set_after(t, j, n):
-    """That of the step behind step j of n."""
+    """The first buffer of K for the step after step j of n: after the last one, the next column's."""
     return set_of(gl.where(j == n - 1, t + 1, t))
 
 
 @gluon.jit
 def await_gradients(t, j):
-    """In a column's first step: those of the column before have left, and their place is free."""
+    """In a column's first step: wait until the gradients of the column before have left, and tell the
+    producer that their K is free."""
     if (j == 0) & (t > 0):
         tma.store_wait(0)
         named_barrier("arrive", K_FREE, 288)
@@ -169,4 +170,4 @@ def produce_columns(
     acquire_q(i, plan)
     put_word(word_of_column(mem, t, COUNT), 0)
     mbarrier.arrive(mem.q_full.index(q_slot(i, plan)), count=1)
-    mbarrier.arrive(mem.k_full.index(t & 1), count=1)  # K of column t - 2 has arrived, as its V was free
+    mbarrier.arrive(mem.k_full.index(t & 1), count=1)  # V of column t - 2 was given back, so its K had come

@@ -2,8 +2,9 @@
 up. Chapter 30 has block masks, chapter 21 the backward kernel.
 
 The kernel of `kernels.hopper.backward_kernel` for lists instead of windows; its docstring has the order of a
-step, the barriers, and why there is one fence, and all of that holds here. What differs is in
-`hopper_backward_steps`, and:
+step, the barriers, and why there is one fence, and that holds here for programs of one column. Those that
+stay on their SM have three slots of Q, delta comes with Q, and gradients leave through K: see
+`hopper_backward_columns`. What else differs is in `hopper_backward_steps`, and:
 
 - A consumer loads the word of step j for its bits and, to save a register, again for dQ of step j, in step
   j + 1 or behind the last step.

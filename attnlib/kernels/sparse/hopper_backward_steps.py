@@ -120,9 +120,9 @@ class Column(NamedTuple):
 @gluon.jit
 def locate(place, work, plan: gl.constexpr):
     """The `Column` of this place in their order: those of a head with the longest lists come first, and of a
-    persistent plan LEADING of these, of all heads, before all others. Consumers of other plans get the
-    `Column`, and have no registers for what that takes. Not for the code of a consumer: a loop in there
-    makes ptxas take what follows it for different in each thread."""
+    persistent plan LEADING of these, of all heads, before all others. Other plans do without: their consumers
+    hold the `Column`, and the choice between two orders made them spill. Not for the code of a consumer: a
+    loop in there makes ptxas take what follows it for different in each thread."""
     if plan.persistent:
         rank, head = leading_first(place, work.num_n, work.HEADS_KV, work.SECTION, work.LEADING)
     else:
@@ -247,8 +247,8 @@ def copy_keys(desc, bar, buffers, keys, column, plan: gl.constexpr, first=0):
 @gluon.jit
 def copy_q(desc_q, desc_rows, desc_words, desc_bias, mem, j, e, head, m, column, work, plan: gl.constexpr):
     """Q and LSE2 of step j, entry e of the lists: block m of a head; and what consumers are told of it. Of a
-    persistent plan delta, too: dO is given back before the fence behind its load, and with three slots of Q
-    the producer has not waited for that."""
+    persistent plan delta, too. It can't come with dO: that is given back before the fence that follows the
+    load of delta, and with three slots the producer has not waited for Q of that step either."""
     slot = q_slot(j, plan)
     bar = mem.q_full.index(slot)
     biases: gl.constexpr = plan.parts * desc_bias.block_type.nbytes if plan.copies_bias else 0

@@ -81,7 +81,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
         first = first.followed_by(CHUNK, zeros=True)  # a counter
     num_n = -(-S_k // TILE) * (TILE // config.block_n)
     columns = num_n * B * H_kv
-    leading = l2_sections.leading(B * H_kv, num_n, mask.leading)
+    leading = l2_sections.leading_programs(B * H_kv, num_n, mask.leading) if persistent else 0
     if max(columns, first.heads * (first.padded // 64), S_k) >= LIMIT // 2:
         raise ValueError(
             f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"

@@ -62,7 +62,7 @@ def s2_over_mean(seqlen: int, leads: bool) -> float:
     steps = (lengths + 1.5).tolist()
     blocks = len(steps[0])
     section = l2_sections.key_heads(heads, blocks, seqlen, 128, 16 << 20)
-    leading = l2_sections.leading(heads, blocks, mask.form.leading) if leads else 0
+    leading = l2_sections.leading_programs(heads, blocks, mask.form.leading) if leads else 0
     sms = [0.0] * l2_sections.SMS
     for part in (range(leading), range(leading, blocks)):
         for first in range(0, heads, section):
@@ -73,7 +73,7 @@ def s2_over_mean(seqlen: int, leads: bool) -> float:
 
 
 def test_neither_few_programs_have_leading_ones_nor_very_many() -> None:
-    found = [l2_sections.leading(64, n // 128, 5) for n in (1024, 2048, 4096, 65536, 131072)]
+    found = [l2_sections.leading_programs(64, n // 128, 5) for n in (1024, 2048, 4096, 65536, 131072)]
     assert found == [0, 0, 5, 5, 0]
 
 

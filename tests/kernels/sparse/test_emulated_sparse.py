@@ -20,7 +20,7 @@ from sparse_cases import FUNCTIONS
 
 from attnlib import BlockMask, S2Pattern
 from attnlib.emulator import Deadlock, Race
-from attnlib.kernels.common import backward_pair, tile_scheduler
+from attnlib.kernels.common import backward_pair, l2_sections, tile_scheduler
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.kernels.reference.gradients import gradient_fp64
 from attnlib.kernels.sparse import (
@@ -232,12 +232,13 @@ BACKWARD = {
     "128 gathered": Call(128, "S2, shared keys", 400, 400, 4, 2, 2, torch.bfloat16),
     "128 gathered, a sequence": Call(128, "S2, shared keys", 400, 400, 4, 2, 1, torch.bfloat16),
     "gathered, a dense head": Call(64, "S2, a dense head", 650, 650, 3, 3),
-    "one step each": Call(128, "all", 1, 700),
-    "two columns of one step": Call(64, "all", 1, 400),
+    "one step each": Call(64, "all", 1, 700, 1),
+    "two columns of one step": Call(64, "all", 1, 400, 1),
+    "128 two steps each": Call(128, "all", 1, 700, 1),
     "three columns of a group": Call(64, "random", 128, 384, 6, 1),
     "abreast, random": Call(64, "random", 300, 384, 3, 3, config=ABREAST[64]),
     "abreast, 128 by both": Call(128, "band by both", 140, 300, 4, 2, 2, config=ABREAST[128]),
-    "abreast, one step each": Call(128, "all", 1, 700, config=ABREAST[128]),
+    "abreast, one step each": Call(64, "all", 1, 700, 1, config=ABREAST[64]),
     "abreast, one row": Call(64, "all", 1, 1, config=ABREAST[64]),
     "abreast, 128 gathered": Call(
         128, "S2, shared keys", 400, 400, 4, 2, 2, torch.bfloat16, config=replace(ABREAST[128], gathered=True)
@@ -291,6 +292,19 @@ def test_who_gathers_keys(head_dim, score):
     assert hopper.configuration(q, q, q, params, backward=True).gathered == gathered
     params = params._replace(block_mask=BlockMask.from_function(FUNCTIONS["causal"], 1000, 1000), score=None)
     assert not hopper.configuration(q, q, q, params, backward=True).gathered
+
+
+LONG = Call(64, "corner", 300, 600, 4, 2, 2), Call(64, "S2", 1100, 1100, 3, 3)
+
+
+@pytest.mark.parametrize("call", LONG, ids=["a corner", "S2"])
+def test_long_columns_come_first(call, monkeypatch):
+    """Where a launch has many programs; here each has. The kernel is told of as many as the mask has."""
+    monkeypatch.setattr(l2_sections, "FEW", 0)
+    form = call.block_mask().form
+    leading = (form.gathered or form).leading
+    assert leading > 0 and (form.gathered is None) == (call is LONG[0])
+    assert check_backward(call).given["LEADING"] == leading
 
 
 @triton.jit
@@ -452,6 +466,13 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
+K_ASKED = '        if t >= 2:\n            named_barrier("sync", K_FREE, 288)  # of column t - 2\n'
+K_COPIED = "        copy_keys(desc_k, mem.k_full.index(t & 1), mem.k, keys, column, plan, set_of(t))\n"
+V_ASKED = """\
+                    if t >= 1:
+                        named_barrier("sync", V_FREE, 288)  # of column t - 1
+"""
+V_COPIED = "                    copy_keys(desc_v, mem.v_full, mem.v, keys, column, plan)\n"
 LEFT = "        if plan.persistent:\n            await_gradients(t, j)\n"
 TURN = "        if plan.alternate:\n            await_start(i, WG)\n"
 
@@ -510,11 +531,16 @@ MUTATIONS += [
          ('    named_barrier("sync", END, 256)\n', "")),
         ("dV is that of the keys after", WRONG, ("column.i_n * 64, 0]", "column.i_n * 64 + 64, 0]")),
     )),
+    backward("Q is filled without asking, by a program that stays", "many steps", "Race|Deadlock|Assertion",
+             ("                acquire_q(i, plan)\n", ""), columns),
+    backward("dO is filled without asking, by a program that stays", "many steps", "Race|Deadlock|Assertion",
+             ("                acquire(DO_FREE, i)\n", ""), columns),
+    backward("dK is written before dV has left", "128 gathered", "Race",
+             ("    tma.store_wait(0)\n    _store(desc_dk", "    _store(desc_dk")),
     *(backward(bug, "one step each", verdict, edit, columns) for bug, verdict, edit in (
-        ("K is overwritten while gradients leave", "Race|Deadlock",
-         ('named_barrier("sync", K_FREE, 288)  # of', "pass  # of")),
-        ("V is overwritten while dP reads it", "Race|Deadlock",
-         ('named_barrier("sync", V_FREE, 288)  # of', "pass  # of")),
+        ("K is overwritten while gradients leave", "Race",
+         (K_ASKED + K_COPIED, K_COPIED + K_ASKED)),
+        ("V is overwritten while dP reads it", "Race", (V_ASKED + V_COPIED, V_COPIED + V_ASKED)),
         ("K has one set", f"Race|Deadlock|{WRONG}", ("return 2 * (t & 1)", "return 0 * (t & 1)")),
         ("the end is not told", f"Race|Deadlock|{WRONG}", ("COUNT), 0)", "COUNT), 1)")),
         ("the end is not told to those who wait for K", "Deadlock",
@@ -529,7 +555,7 @@ MUTATIONS += [
     )),
     backward("Q has two slots, and three barriers", "many steps", f"Race|Deadlock|{WRONG}",
              ("return j % plan.q_stages", "return j & 1"), steps),
-    backward("delta is overwritten without a fence", "many steps", "Race",
+    backward("delta has two slots", "many steps", "Race",
              ("mem.delta.index(slot))\n    if plan.copies_bias:\n        own_b",
               "mem.delta.index(j & 1))\n    if plan.copies_bias:\n        own_b"), steps),
     backward("words of columns have one place", "one step each", f"Race|{WRONG}",
