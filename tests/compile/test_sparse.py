@@ -200,8 +200,8 @@ def config_of(case: tuple) -> HopperSparseBackwardConfig:
     name = case[3] if case[3:] else ""
     score = SCORES.get(name)
     capped = score is not None and score.soft_cap is not None
-    told = score is not None and any(x is not None for x in (score.bias, score.relative, score.function))
-    config = hopper_sparse_backward_config(case[0], capped, told)
+    placed = score is not None and any(x is not None for x in (score.bias, score.relative, score.function))
+    config = hopper_sparse_backward_config(case[0], capped, placed)
     if "abreast" in name or "a column" in name:
         config = replace(config, alternate=False, persistent="a column" not in name)
     return replace(config, gathered="gathered" in name)

@@ -19,28 +19,31 @@ DO_FREE = gl.constexpr(10)
 
 
 @gluon.jit
-def slot_of(j):
+def slot_of(j, SLOTS: gl.constexpr = STAGES):
     """Where block j of Q, or dO, is in memory."""
-    return j & (STAGES - 1)
+    if SLOTS & (SLOTS - 1) == 0:
+        return j & (SLOTS - 1)
+    else:
+        return j % SLOTS
 
 
 @gluon.jit
-def parity_of(j):
+def parity_of(j, SLOTS: gl.constexpr = STAGES):
     """Of the phase in which block j arrives in its slot."""
-    return (j // STAGES) & 1
+    return (j // SLOTS) & 1
 
 
 @gluon.jit
-def release(first: gl.constexpr, j, CONSUMERS: gl.constexpr = 2):
+def release(first: gl.constexpr, j, CONSUMERS: gl.constexpr = 2, SLOTS: gl.constexpr = STAGES):
     """This consumer, one of so many, no longer needs Q, or dO, of block j."""
-    named_barrier("arrive", first + slot_of(j), CONSUMERS * 128 + 32)
+    named_barrier("arrive", first + slot_of(j, SLOTS), CONSUMERS * 128 + 32)
 
 
 @gluon.jit
-def acquire(first: gl.constexpr, j, CONSUMERS: gl.constexpr = 2):
+def acquire(first: gl.constexpr, j, CONSUMERS: gl.constexpr = 2, SLOTS: gl.constexpr = STAGES):
     """Wait until all consumers have released what lies where block j goes."""
-    if j >= STAGES:
-        named_barrier("sync", first + slot_of(j), CONSUMERS * 128 + 32)
+    if j >= SLOTS:
+        named_barrier("sync", first + slot_of(j, SLOTS), CONSUMERS * 128 + 32)
 
 
 # ---------------------------------------------------------------- sums in memory

@@ -28,10 +28,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.kernels.common import tile_scheduler as tiling
 from attnlib.kernels.common import tma
-from attnlib.kernels.common.backward_ring import DO_FREE, STAGES, acquire, slot_of
+from attnlib.kernels.common.backward_ring import (
+    DO_FREE,
+    STAGES,
+    acquire,
+    parity_of,
+    release,
+    slot_of,
+)
 from attnlib.kernels.common.logarithms import LOG2_E
 from attnlib.kernels.common.memory import barriers, buffers
-from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.tile_order import leading_first
 from attnlib.kernels.common.words import new_words, put_word, word_in
@@ -207,29 +213,25 @@ def first_row(place, w, plan: gl.constexpr):
 @gluon.jit
 def q_slot(j, plan: gl.constexpr):
     """Where Q of step j is, and what comes with it."""
-    if plan.q_stages == 2:
-        return j & 1
-    else:
-        return j % plan.q_stages
+    return slot_of(j, plan.q_stages)
 
 
 @gluon.jit
 def await_q(mem, j, plan: gl.constexpr):
     """A consumer waits for Q of step j."""
-    mbarrier.wait(mem.q_full.index(q_slot(j, plan)), (j // plan.q_stages) & 1)
+    mbarrier.wait(mem.q_full.index(q_slot(j, plan)), parity_of(j, plan.q_stages))
 
 
 @gluon.jit
 def release_q(j, plan: gl.constexpr):
     """This consumer, one of two, no longer needs Q of step j."""
-    named_barrier("arrive", plan.q_free + q_slot(j, plan), 288)
+    release(plan.q_free, j, 2, plan.q_stages)
 
 
 @gluon.jit
 def acquire_q(j, plan: gl.constexpr):
     """The producer waits until all consumers have released what lies where Q of step j goes."""
-    if j >= plan.q_stages:
-        named_barrier("sync", plan.q_free + q_slot(j, plan), 288)
+    acquire(plan.q_free, j, 2, plan.q_stages)
 
 
 # ---------------------------------------------------------------- producer

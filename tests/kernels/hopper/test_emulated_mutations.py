@@ -366,7 +366,7 @@ MUTATIONS = [
              ("mem.ds.index((j & 1) * 2 + WG).store", "mem.ds.index(WG).store")),
     pair("a consumer does not tell", DEADLOCK,
              ("    tell_ds(j, WG)\n", "    if j != 3:\n        tell_ds(j, WG)\n")),
-    slots("the parity stays 0", f"{TAKEN}|{DEADLOCK}", ("return (j // STAGES) & 1", "return 0 * j")),
+    slots("the parity stays 0", f"{TAKEN}|{DEADLOCK}", ("return (j // SLOTS) & 1", "return 0 * j")),
     # One fence for what was stored and what was loaded.
     pair("dS is not fenced", f"{UNFENCED.format('ds')}|{LOADED.format('lse')}",
              without("    fence_async_shared()\n", "", "    tell_ds")),
@@ -506,7 +506,7 @@ MUTATIONS = [
     shared("in the wide kernel: dO is filled without asking", f"{TAKEN}|{COUNT}|{TWICE}",
              without("        acquire(DO_FREE, j, plan.consumers)\n"), call="256"),
     slots("in the wide kernel: the parity stays 0", f"{TAKEN}|{DEADLOCK}|{TWICE}",
-             ("return (j // STAGES) & 1", "return 0 * j"), call="256"),
+             ("return (j // SLOTS) & 1", "return 0 * j"), call="256"),
 
     wide("Q of the next block is not waited for", TAKEN,
          ("mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))", "pass")),

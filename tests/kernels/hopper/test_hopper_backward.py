@@ -437,9 +437,9 @@ def test_a_cpu_is_refused_as_by_the_forward() -> None:
 
 
 @gluon.jit
-def _tiles(found_ptr, blocks, HEADS, SECTION, LAST):
+def _in_order(found_ptr, blocks, HEADS, SECTION, MORE, ORDER: gl.constexpr):
     for number in range(blocks * HEADS):
-        block, head = by_sections(number, blocks, HEADS, SECTION, LAST)
+        block, head = ORDER(number, blocks, HEADS, SECTION, MORE)
         gl.store(found_ptr + 2 * number, block)
         gl.store(found_ptr + 2 * number + 1, head)
 
@@ -448,7 +448,7 @@ def _tiles(found_ptr, blocks, HEADS, SECTION, LAST):
 def test_last_section_has_all_heads_that_are_left(blocks, heads, section, waves) -> None:
     last = last_section(heads, blocks, section, waves)
     found = torch.zeros(blocks * heads, 2, dtype=torch.int32)
-    run(_tiles, (1,), found, Int(blocks), Int(heads), Int(section), Int(last))
+    run(_in_order, (1,), found, Int(blocks), Int(heads), Int(section), Int(last), by_sections)
     firsts = [*range(0, last, section), last]
     expected = [
         (block, head)
@@ -460,19 +460,11 @@ def test_last_section_has_all_heads_that_are_left(blocks, heads, section, waves)
     assert last == 0 or (heads - last + 0.5) * blocks >= waves * SMS
 
 
-@gluon.jit
-def _led(found_ptr, blocks, HEADS, SECTION, LEADING):
-    for number in range(blocks * HEADS):
-        block, head = leading_first(number, blocks, HEADS, SECTION, LEADING)
-        gl.store(found_ptr + 2 * number, block)
-        gl.store(found_ptr + 2 * number + 1, head)
-
-
 @given(blocks=st.integers(1, 9), heads=st.integers(1, 20), section=st.integers(1, 12), data=st.data())
 def test_leading_blocks_of_all_heads_come_first(blocks, heads, section, data) -> None:
     leading = data.draw(st.integers(0, blocks - 1))
     found = torch.zeros(blocks * heads, 2, dtype=torch.int32)
-    run(_led, (1,), found, Int(blocks), Int(heads), Int(section), Int(leading))
+    run(_in_order, (1,), found, Int(blocks), Int(heads), Int(section), Int(leading), leading_first)
     expected = [
         (block, head)
         for part in (range(leading), range(leading, blocks))
