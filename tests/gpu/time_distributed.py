@@ -77,7 +77,7 @@ from attnlib.bench.peers import brief  # noqa: E402
 from attnlib.distributed import links, rotation, streams  # noqa: E402
 
 RECORD = "distributed"
-SETTLE_MS, TIMED_MS = 100, 200
+SETTLE_MS, TIMED_MS = 100, 300
 """A window: for so long calls that do not count, and then those that do; without the first where one call of
 one GPU is longer than the second."""
 ROUNDS = range(4, 7)
