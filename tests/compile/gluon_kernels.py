@@ -40,6 +40,13 @@ def compile_kernel(
     return inspect_sm90.stats_of(compiled, log), compiled
 
 
+def tritons_barriers(compiled: Any) -> set[int]:
+    """The hardware's named barriers that Triton itself uses: PTX has them as constants, and a kernel's own in
+    registers."""
+    found = re.findall(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive|red)\S*\s+(\d+)", compiled.asm["ptx"])
+    return set(map(int, found))
+
+
 def check_assembly(ptx: str) -> None:
     """Inline assembly that branches to DONE: what it reads behind the branch was not overwritten before it.
 

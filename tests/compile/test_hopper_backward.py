@@ -13,7 +13,7 @@ import pytest
 import side_by_side
 import torch
 from chosen import in_turn, with_more
-from gluon_kernels import compile_kernel, tile_types
+from gluon_kernels import compile_kernel, tile_types, tritons_barriers
 from triton.experimental import gluon
 
 from attnlib.bench import inspect_sm90
@@ -228,7 +228,7 @@ def _one_block(block, m, j, last, m_start, gap, plan: gluon.language.constexpr):
 
 def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool], set[int]]:
     """A case, or `PLANTED`, in numbers; for each place in a loop that adds to dQ whether its address changes
-    from step to step; and the named barriers that are Triton's own, which PTX has as constants."""
+    from step to step; and the named barriers that are Triton's own."""
     if case == PLANTED:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backward_kernel, "_before", _one_block)
@@ -267,8 +267,7 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool], s
     aligned += DRAWN[:1] if config.persistent else ()
     more = {"OVERLAPS": True}
     stats, compiled = compile_kernel(kernel, plan, types, absent, aligned, config.max_registers, more)
-    own = re.findall(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive|red)\S*\s+(\d+)", compiled.asm["ptx"])
-    return stats, addresses_change(compiled.asm["ttgir"]), set(map(int, own))
+    return stats, addresses_change(compiled.asm["ttgir"]), tritons_barriers(compiled)
 
 
 def addresses_change(ttgir: str) -> list[bool]:

@@ -10,7 +10,7 @@ import pytest
 import side_by_side
 import torch
 from chosen import more, with_more
-from gluon_kernels import compile_kernel, tile_types
+from gluon_kernels import compile_kernel, tile_types, tritons_barriers
 from launches import jobs_of
 from score_cases import bent, bent_derivative
 from time_sparse import softsign, softsign_derivative
@@ -42,6 +42,7 @@ from attnlib.kernels.sparse.configs_hopper import (
     hopper_sparse_backward_config,
     hopper_sparse_config,
 )
+from attnlib.kernels.sparse.hopper_backward_columns import V_FREE
 from attnlib.params import MaskWindow, Params
 from attnlib.scores import Score, parts_of
 
@@ -244,7 +245,9 @@ def compile_backward(case: tuple) -> Stats:
     own = {"desc_words": f"i{config.word_bits}", "desc_rows": "fp32", "desc_bias": "fp16"}
     types |= tile_types(descriptors, dtype, **own)
     more = {name: getattr(score, name.lower(), None) for name in ("FUNCTION", "DERIVATIVE")}
-    return compile_kernel(kernel, plan, types, absent, pointers, config.max_registers, more)[0]
+    stats, compiled = compile_kernel(kernel, plan, types, absent, pointers, config.max_registers, more)
+    assert {0, 1, 2} <= tritons_barriers(compiled) <= set(range(V_FREE.value)), "a barrier is in common"
+    return stats
 
 
 BIASES = [(128, "bias", True, "fp16"), (64, "relative", True, "bf16")]
