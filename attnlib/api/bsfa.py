@@ -11,7 +11,7 @@ from attnlib import dispatch, torch_ops
 from attnlib.api.exact import plain
 from attnlib.api.inference import refuse_derivatives, refuse_transformations
 from attnlib.api.modes import symbolic
-from attnlib.arguments.bsfa import BsfaOptions, check_bsfa, check_bsfa_threshold
+from attnlib.arguments.bsfa import BsfaOptions, check_bsfa, check_bsfa_threshold, check_finite
 from attnlib.kernels import BSFA
 from attnlib.kernels.common.bsfa import always_kept
 from attnlib.params import BsfaParams
@@ -140,6 +140,7 @@ def bsfa_threshold(
 
     Raises:
         TypeError, ValueError, RuntimeError: as `attention_bsfa`.
+        ValueError: an example has a NaN or an infinity in q or k, whose scores have no order.
         NotImplementedError: it is called under torch.compile, or under a transformation of torch.func.
     """
     refuse_transformations("bsfa_threshold")
@@ -151,6 +152,7 @@ def bsfa_threshold(
     first, _ = always_kept(S_q, S_k, causal, q.device)
     if not q.numel() or not k.numel():
         return torch.full((H, len(first)), -torch.inf, device=q.device)
+    check_finite(q=q, k=k)
     runs = BSFA["triton"].unsupported(q, k, k, params) is None
     found = BSFA["triton" if runs else "reference"].maxima(q, k, params)
     count = first.clamp(max=kept) if isinstance(kept, int) else (first * kept).round().long()

@@ -51,6 +51,15 @@ def check_bsfa_threshold(q, k, kept, causal, sm_scale) -> None:
         raise ValueError(f"kept: {_KEPT}, got {kept}")
 
 
+def check_finite(**tensors: torch.Tensor) -> None:
+    """Of the examples of a batch."""
+    for name, x in tensors.items():
+        wrong = (~x.isfinite()).flatten(1).any(1).nonzero()
+        if len(wrong):
+            example = int(wrong[0])
+            raise ValueError(f"{name}: expected finite elements, got NaN or infinity in example {example}")
+
+
 def check_tensors_of_bsfa(q, k, v, symbols: bool) -> None:
     """The checks of all functions, and then those of BSFA alone."""
     if isinstance(q, torch.Tensor) and not q.is_nested:

@@ -111,6 +111,14 @@ def test_thresholds_of_several_examples_are_their_mean(device: str) -> None:
     assert torch.allclose(bsfa_threshold(q, k, kept=1), sum(alone) / 2)
 
 
+@pytest.mark.parametrize(("name", "value"), [("q", math.nan), ("k", math.inf)])
+def test_examples_that_are_not_finite_have_no_threshold(name: str, value: float, device: str) -> None:
+    tensors = dict(zip("qk", make(BsfaCase("not finite", 200, 200, batch=2), device), strict=False))
+    tensors[name][1, 0, 50, 3] = value
+    with pytest.raises(ValueError, match=f"^{name}: expected finite elements, got NaN or .* in example 1$"):
+        bsfa_threshold(**tensors, kept=1)
+
+
 def test_forms_of_a_threshold(device: str) -> None:
     """A number for all, for each head, for some blocks of queries, and for each batch element."""
     q, k, v = make(BsfaCase("forms", 200, 300, batch=2), device)
