@@ -156,6 +156,8 @@ def _cases() -> list[ScoreCase]:
         call = SparseCase(Shape(1, 1, 70, 64, False), sm_scale=scale)
         cases += [ScoreCase(call, part) for part in ("cap 2 + alibi", "sinks -3")]
     cases.append(ScoreCase(SparseCase(Shape(1, 1, 140, 64, False), "documents", "large"), "cap 50 + sinks"))
+    # All scores are far below the cap, whose product with an error of tanh is one of the scores.
+    cases.append(ScoreCase(SparseCase(Shape(1, 1, 70, 64, False)), "cap 1000000"))
     return cases
 
 

@@ -40,9 +40,8 @@ def _key_steps(b_dq, b_q, b_do, b_lse2, b_delta, desc_k, desc_v, at, first, end,
             b_s = -b_s
         if SCORED:
             o_q, o_k = start + tl.arange(0, BLOCK_M), key + tl.arange(0, BLOCK_N)
-            EXACT: tl.constexpr = PRECISION == "ieee"
             b_s, slope = scored(b_s, o_q[:, None], o_k[None, :], qk_scale, S_q, S_k, score, FUNCTION,
-                                DERIVATIVE, EXACT)  # fmt: skip
+                                DERIVATIVE)  # fmt: skip
             b_p = tl.math.exp2(b_s - b_lse2[:, None])  # [BLOCK_M, BLOCK_N]
         else:
             b_p = tl.math.exp2(b_s * qk_scale - b_lse2[:, None])  # [BLOCK_M, BLOCK_N]
@@ -142,9 +141,8 @@ def _query_steps(b_dk, b_dv, b_k, b_v, desc_q, desc_do, desc_rows, at, head, fir
             b_st = -b_st
         if SCORED:
             o_q, o_k = query + tl.arange(0, BLOCK_M), start + tl.arange(0, BLOCK_N)
-            EXACT: tl.constexpr = PRECISION == "ieee"
             b_st, slope = scored(b_st, o_q[None, :], o_k[:, None], qk_scale, S_q, S_k, score, FUNCTION,
-                                 DERIVATIVE, EXACT)  # fmt: skip
+                                 DERIVATIVE)  # fmt: skip
             b_pt = tl.math.exp2(b_st - b_lse2[None, :])  # [BLOCK_N, BLOCK_M]
             if FUNCTION is not None:  # which may be NaN for a query that does not exist
                 b_pt = tl.where(o_q[None, :] < S_q, b_pt, 0.0)

@@ -86,8 +86,7 @@ def _visits(b_sum, b_bias, visits, own, heads, descriptors, rows, mask, words_pt
         b_v = load_tile(desc_v, at_k, key, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         b_dp = tl.dot(b_do, b_v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         o_q, o_k = start + tl.arange(0, BLOCK_M)[:, None], key + tl.arange(0, BLOCK_N)[None, :]
-        EXACT: tl.constexpr = PRECISION == "ieee"
-        b_s, _ = unbiased(b_s, o_q, o_k, qk_scale, shift, score, FUNCTION, DERIVATIVE, EXACT)
+        b_s, _ = unbiased(b_s, o_q, o_k, qk_scale, shift, score, FUNCTION, DERIVATIVE)
         b_p = tl.math.exp2(b_s + b_bias - b_lse2[:, None])  # [BLOCK_M, BLOCK_N]
         if PARTIAL:  # a tile without words gets those of slot 0; that of the last keys has words
             b_seen = seen(words_ptr, 2 * tl.maximum(slot, 0), start % TILE, key % TILE, BLOCK_M, BLOCK_N)

@@ -31,9 +31,7 @@ def _steps(b_acc, b_m, b_l, b_q, desc_k, desc_v, at, first, end, row, steps_ptr,
             b_s = -b_s
         if SCORED:
             o_q, o_k = start + tl.arange(0, BLOCK_M), key + tl.arange(0, BLOCK_N)
-            EXACT: tl.constexpr = PRECISION == "ieee"
-            b_s, _ = scored(b_s, o_q[:, None], o_k[None, :], qk_scale, S_q, S_k, score, FUNCTION, DERIVATIVE,
-                            EXACT)  # fmt: skip
+            b_s, _ = scored(b_s, o_q[:, None], o_k[None, :], qk_scale, S_q, S_k, score, FUNCTION, DERIVATIVE)
             unit = 1.0
         else:
             unit = qk_scale

@@ -15,16 +15,14 @@ from attnlib.kernels.common.logarithms import LOG2_E
 
 
 @triton.jit
-def tanh(x, EXACT: tl.constexpr):
-    """By one exponential. Next to 0 that has the absolute error of 1, about 1e-7; EXACT: a series there."""
+def tanh(x):
+    """By one exponential; next to 0, where that has the absolute error of 1, about 1e-7, by a series. A soft
+    cap multiplies the error with the cap, and scores that are far below the cap come from there."""
     e = tl.math.exp2(tl.abs(x) * (-2 * LOG2_E))
     t = (1 - e) / (1 + e)
-    t = tl.where(x < 0, -t, t)
-    if EXACT:
-        y = x * x
-        series = 1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
-        t = tl.where(y < 0.0625, x * series, t)
-    return t
+    y = x * x
+    series = 1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
+    return tl.where(y < 0.0625, x * series, tl.where(x < 0, -t, t))
 
 
 @triton.jit
@@ -40,8 +38,7 @@ def head_bias(bias_ptr, bias_b, bias_h, i_b, i_h):
 
 
 @triton.jit
-def unbiased(b_s, o_q, o_k, qk_scale, shift, score, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
-             EXACT: tl.constexpr):  # fmt: skip
+def unbiased(b_s, o_q, o_k, qk_scale, shift, score, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr):
     """`scored` but for the bias: score is (cap, slope, after, i_h, i_b), shift is S_k - S_q."""
     cap, slope, after, i_h, i_b = score
     b_s = b_s * qk_scale
@@ -53,7 +50,7 @@ def unbiased(b_s, o_q, o_k, qk_scale, shift, score, FUNCTION: tl.constexpr, DERI
         if DERIVATIVE is not None:  # it may be anything where a key is hidden, whose weight of 0 it meets
             derivative = tl.where(tl.abs(b_s) < float("inf"), derivative, 0.0)
     if cap is not None:
-        b_t = tanh(b_s, EXACT)
+        b_t = tanh(b_s)
         b_s = b_t * cap
         derivative = derivative * (1 - b_t * b_t)
     if slope is not None:
@@ -62,14 +59,13 @@ def unbiased(b_s, o_q, o_k, qk_scale, shift, score, FUNCTION: tl.constexpr, DERI
 
 
 @triton.jit
-def scored(b_s, o_q, o_k, qk_scale, S_q, S_k, score, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
-           EXACT: tl.constexpr):  # fmt: skip
+def scored(b_s, o_q, o_k, qk_scale, S_q, S_k, score, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr):
     """(scores in base 2, their derivative by sm_scale * Q K^T) of the products b_s of queries o_q and keys
     o_k, which broadcast against each other. qk_scale: what sm_scale * Q K^T is multiplied with, log2(e), or
     one over the soft cap; 1 before a function."""
     cap, slope, bias_ptr, bias_m, BIAS_N, after, i_h, i_b = score
     own = (cap, slope, after, i_h, i_b)
-    b_s, derivative = unbiased(b_s, o_q, o_k, qk_scale, S_k - S_q, own, FUNCTION, DERIVATIVE, EXACT)
+    b_s, derivative = unbiased(b_s, o_q, o_k, qk_scale, S_k - S_q, own, FUNCTION, DERIVATIVE)
     if bias_ptr is not None:
         inside = (o_q < S_q) & (o_k < S_k)
         b_bias = tl.load(bias_ptr + (o_q.to(tl.int64) * bias_m + o_k.to(tl.int64) * BIAS_N), mask=inside,
