@@ -70,14 +70,14 @@ def tally(predicted: Predicted, found: Mapping[tuple[str, int], float | None]) -
 
 def summary(words: Sequence[str]) -> str:
     """How many predictions hold, from what `where` and `where_ratio` said of each: "Of 18 predictions 14 are
-    inside of their interval, 3 above it, 1 is a tie"."""
+    inside their interval, 3 above it, 1 is a tie"."""
     counts = Counter(words)
     said = [f"{counts[word]} {are[counts[word] > 1]}" for word, are in _SAID.items() if counts[word]]
     return f"Of {len(words)} predictions {', '.join(said)}"
 
 
 _SAID = {
-    INSIDE: ("is inside of its interval", "are inside of their interval"),
+    INSIDE: ("is inside its interval", "are inside their interval"),
     ABOVE: ("is above it", "are above it"),
     BELOW: ("is below it", "are below it"),
     verdict.TIE: ("is a tie", "are ties"),

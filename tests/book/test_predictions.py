@@ -59,14 +59,14 @@ def test_rows_before_and_after():
         {"predicted": "pipe", "D = 64": "1.085 to 1.18: 1.082, below"}
     ]
     assert predictions.tally(predicted, found) == (
-        "Of 3 predictions 1 is inside of its interval, 1 is above it, 1 was not measured"
+        "Of 3 predictions 1 is inside its interval, 1 is above it, 1 was not measured"
     )
 
 
 def test_the_summary_counts_each_word():
     words = ["tie", "inside", "inside", "below", "tie", "noise not measured"]
     assert predictions.summary(words) == (
-        "Of 6 predictions 2 are inside of their interval, 1 is below it, 2 are ties, "
+        "Of 6 predictions 2 are inside their interval, 1 is below it, 2 are ties, "
         "1 has a ratio whose noise was not measured"
     )
     assert set(predictions._SAID) >= {TIE, UNKNOWN, ABSENT}
