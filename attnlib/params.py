@@ -167,7 +167,7 @@ class Params(NamedTuple):
         score: what becomes of scores, an `attnlib.scores.ScoreParts`; None for nothing. A call with one has a
             block mask, too.
         into: the `Existing` result that the call is merged into; None for a result of its own.
-        spare: multiprocessors that a kernel with a program for each leaves to what runs beside it.
+        spare: multiprocessors that a forward kernel with a program for each leaves to what runs beside it.
     """
 
     window: MaskWindow

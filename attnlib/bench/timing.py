@@ -17,7 +17,7 @@ from attnlib.bench.setting import BOOK, Setting, in_use, warming
 
 _FLUSH_BYTES = 256 << 20  # several times the L2 of an H100 or H200, 50 and 60 MiB
 _MAX_CALLS = 1000  # about as many launches as fit in the driver's queue
-_MAX_TIMED = 100  # calls of a window: a flush takes some 0.1 ms, so that windows of short calls stay as short
+_MAX_TIMED = 100  # calls of a window: with head start and flush each of them takes 0.3 ms or more
 _HEAD_START = 400_000
 """Clocks, some 0.2 ms: more than the slowest host needs to queue an event, a call and another event. With
 30 µs the times of calls shorter than that were the host's."""
@@ -51,19 +51,19 @@ def need_gpu() -> None:
 def _record_ms(fn: Callable[[], Any], calls: int, cold: bool) -> list[float]:
     """GPU milliseconds of each of `calls` calls, between two events; L2 is flushed before each if `cold`.
 
-    While the host queues a call the GPU is busy, with the flush or with counting clocks: else a short call
-    would be over before its second event is queued, and the time between the events would be the host's.
+    While the host queues a call the GPU is busy, with counting clocks and then with the flush: else a short
+    call would be over before its second event is queued, and the time between the events would be the host's.
+    The flush alone, 0.08 ms, is too short for a host that takes as long.
     """
     read = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda") if cold and _clean.get() else None
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda") if cold else None
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
     for start, end in events:
+        torch.cuda._sleep(_HEAD_START)
         if flush is not None:
             flush.zero_()
             if read is not None:
                 read.amax()
-        else:
-            torch.cuda._sleep(_HEAD_START)
         start.record()
         fn()
         end.record()

@@ -48,7 +48,8 @@ FAMILIES = {"decode": few_queries, "hopper": hopper, "triton": portable, "refere
 """Name, as in `impl` -> family, in the order of preference. The last one runs every call."""
 
 FOR_FEW_CALLS = {"decode"}
-"""Families for calls of one kind. That a call is of another kind is no reason to tell for what runs it."""
+"""Families for one kind of call only. Where a call is of another kind, `Choice.reason` does not mention
+them."""
 
 MASKED = {
     "decode": few_queries, "hopper": sparse.hopper, "triton": sparse.portable, "reference": reference

@@ -13,7 +13,7 @@ from forward_mutations import NOT_FINITE, WRONG_VALUES, Mutation, use_source  # 
 from attnlib.bench.oracle import INPUTS, Oracle, make_inputs
 from attnlib.bench.shapes import DTYPES, Shape
 from attnlib.kernels import portable
-from attnlib.kernels.common.signature import mean_keys
+from attnlib.kernels.common.signature import mean_keys, mean_rows
 from attnlib.kernels.portable import forward_kernel
 from attnlib.kernels.portable.configs import ForwardConfig
 from attnlib.params import MaskWindow, Params, mask_window
@@ -178,6 +178,9 @@ def test_the_keys_that_a_query_sees_choose_the_configuration():
     for dense in (MaskWindow(None, None), MaskWindow(None, 100)):
         assert mean_keys(100, 8192, dense) == 8192
     assert mean_keys(8192, 100, MaskWindow(50, None)) == 100
+    # More queries than keys: the first ones see none.
+    assert mean_rows(4096, 512, MaskWindow(None, 0)) == mean_rows(512, 512, MaskWindow(None, 0)) == 256
+    assert mean_rows(100, 50, MaskWindow(None, None)) == 100
     if not torch.cuda.is_available():
         assert configuration(q, MaskWindow(256, 0)).order == "one loop"
         assert configuration(q, MaskWindow(2048, 0)).order == "two loops"

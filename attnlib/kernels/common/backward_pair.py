@@ -39,11 +39,11 @@ def await_start(j, WG: gl.constexpr):
 
 @gluon.jit
 def tell_start(j, n, WG: gl.constexpr, plan: gl.constexpr):
-    """n: steps. Of a persistent plan, whose steps nobody has counted, consumer 0 waits once more behind the
-    last one."""
+    """n: steps of the tile. A persistent plan does not know which step is its last, so every step tells, and
+    consumer 0 waits once more after the last one."""
     if plan.persistent:
         named_barrier("arrive", START + 1 - WG, 256)
-    elif j + WG < n:  # nobody waits for the last one of consumer 1
+    elif j + WG < n:  # consumer 0 has no step left that would wait for the last one of consumer 1
         named_barrier("arrive", START + 1 - WG, 256)
 
 

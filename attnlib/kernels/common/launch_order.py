@@ -3,7 +3,7 @@ Triton has `gdc_launch_dependents` and `gdc_wait`. Chapter 21 says what for.
 
 A launch with the option `launch_pdl` may begin when all programs of the one ahead have called
 `let_next_begin` or ended. What that one writes is visible to a program when `await_launch_before` has
-returned; what was launched before that is done since long.
+returned; everything launched before that one was done earlier.
 """
 
 from triton.experimental import gluon

@@ -53,10 +53,10 @@ def conversion(call: Signature, gradient: Window, sums: Sums) -> Launch:
     B, H, H_kv, S_q, S_k = call.dimensions()
     of_queries = sums.gradient == "dq"
     blocks = sums.padded // rows  # of a head
-    # Of a head, that are converted.
+    # Blocks of a head that are converted: those that have a row, of varlen sequences all.
     tiles = blocks if call.varlen else -(-(S_q if of_queries else S_k) // rows)
     ones = (1, 1, 1) if call.varlen else (1, 1)
-    # At a time: a tile has a power of two, and transposed gradients lie in parts of 64.
+    # Columns at a time, a power of two as sizes of tiles are; transposed gradients lie in parts of 64.
     columns = 64 if sums.keys else sums.width & -sums.width
     heads = H if of_queries else H_kv
     overlaps = device.overlaps(call.device)

@@ -29,8 +29,8 @@ class Signature(NamedTuple):
     q, k and v; of the backward pass those of d_out and out as well. device: a CUDA device's index, -1 for a
     CPU. mask, score: what launches depend on of a block mask (`block_mask.mask.Form`) and of a score
     (`scores.ScoreForm`). own_value_dim: columns of v and of the output, None for as many as q and k have.
-    into: of the result that the call is merged into, None for one of its own. spare: multiprocessors that are
-    left to other kernels.
+    into: of the result that the call is merged into, None for one of its own. spare: multiprocessors that the
+    forward pass leaves to other kernels; the backward pass takes all.
     """
 
     q: tuple[int, ...]
@@ -108,7 +108,8 @@ def signature(params: Params, q: torch.Tensor, k: torch.Tensor, *strided: torch.
 
 
 def mean_keys(S_q: int, S_k: int, window: MaskWindow) -> int:
-    """Keys that a query sees on average, about: exactly without a left bound."""
+    """Keys that a query sees on average, of those that see any, about: to within half a key for dense and
+    causal calls; with a right bound above 0 too few, with a left bound and no right one too many."""
     left, right = window
     seen = S_k
     if right is not None:
@@ -118,7 +119,8 @@ def mean_keys(S_q: int, S_k: int, window: MaskWindow) -> int:
 
 def mean_rows(S_q: int, S_k: int, window: MaskWindow) -> float:
     """Queries of a head that see a key on average, about."""
-    return mean_keys(S_q, S_k, window) * S_q / max(S_k, 1)
+    rows = S_q if window.right is None else min(S_q, S_k + window.right)  # the others see no key
+    return mean_keys(S_q, S_k, window) * rows / max(S_k, 1)
 
 
 def exp2_scale(sm_scale: float) -> float:

@@ -81,9 +81,9 @@ def draw(counter_ptr):
 
 @gluon.jit
 def drawn(asked, counter_ptr, end, producers: gl.constexpr):
-    """The number of a tile, of `end`; `producers` of a program draw. The first tile of each is its own
-    number, the drawn ones follow, and the last draw of each finds no tile: so there are as many draws as
-    tiles, and the last one sets the counter back to 0."""
+    """The number of the next tile; there are `end` tiles, and `producers` warps of each program draw. Each
+    takes its own number as its first tile, without a draw, and its last draw finds no tile. So there are as
+    many draws as tiles, and the last draw sets the counter back to 0."""
     number = gl.max(gl.where(lanes() == 0, asked, 0), 0)
     if number == end - 1:
         gl.store(counter_ptr, 0)

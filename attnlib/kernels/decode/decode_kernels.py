@@ -500,7 +500,7 @@ def attention_merge(
         begin = before * pairs + i_p * tiles
     slot, count = parts_of(pair, begin, tiles, total, shares, STREAM_K)
     if OVERLAPS:
-        gdc_wait()  # until all of the launch before is done; what came before that is done since long
+        gdc_wait()  # until all of the launch before is done; what came before it was done earlier
     if count > 1:  # else it was written
         _merge_and_store_row(
             part_o, part_m, part_l, slot, count, row, column, out_ptr, lse_ptr, i_b, i_p, H_kv, o_b, o_h,

@@ -16,8 +16,9 @@ with the first dO, so these need no barriers of their own:
                       last tile, that there is none
     do_full[slot]     dO and delta of step i are there, in a first step V, too
 
-Nor do their buffers when they are free. K and V of tile t + 2 come to where those of tile t were, behind Q
-and dO of the first step of tile t + 2, for which the producer waits until step i - 2 has released its own.
+Nor do they need barriers that tell when their buffers are free. K and V of tile t + 2 come to where those of
+tile t were, behind Q and dO of the first step of tile t + 2, for which the producer waits until step i - 2
+has released its own.
 A tile has two steps or more, so that is a step of tile t + 1, and in the first one of these the last dQ of
 tile t has been formed, and its gradients have left (`await_gradients`). A tile with one block of queries has
 a second one, which sees none of its keys.

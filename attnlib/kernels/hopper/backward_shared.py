@@ -1,7 +1,7 @@
-"""What the two Hopper backward kernels have in common: the producer, and the warps that keep additions in a
+"""What the Hopper backward kernels have in common: the producer, and the warps that keep additions in a
 fixed order. Chapter 21 builds the kernels; the protocol is in their docstrings.
 
-`mem` is the `Memory` of either kernel, `plan` its plan.
+`mem` is the `Memory` of a kernel, `plan` its plan.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from attnlib.kernels.hopper import column_parts
 from attnlib.kernels.hopper.column_parts import nbytes
 
 NUMBERS = "S_q S_k H GROUP HEADS_KV SECTION LAST num_m num_n right left B SHARE".split()
-"""Parameters of both kernels that are numbers."""
+"""Parameters that are numbers; all three kernels have them."""
 
 
 # ---------------------------------------------------------------- S and dP

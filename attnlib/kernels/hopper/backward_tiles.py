@@ -1,6 +1,6 @@
 """What a program of the Hopper backward kernels works on: a block of keys of one head, the sequence that they
 belong to, the blocks of queries that see them, and what in a block is hidden. Chapter 21 builds the kernels.
-`plan` is a `plan.BackwardPlan` or a `plan.WideBackwardPlan`.
+`plan` is a `plan.BackwardPlan`, `WideBackwardPlan` or `Keys96BackwardPlan`.
 """
 
 from typing import NamedTuple
@@ -59,7 +59,8 @@ def owner(block, cu, B, BLOCK: gl.constexpr):
     """The varlen sequence that a block belongs to. Blocks are numbered across all sequences: the first one of
     sequence b is cu[b] // BLOCK + b, far enough from that of b - 1 whatever the lengths are.
 
-    `varlen_rows.row_of` has the same search in plain Triton: neither language can call the other's functions.
+    `varlen_rows.sequence_of` has the same search in plain Triton: neither language can call the other's
+    functions.
     """
     # Each warp finds it by itself.
     arms = gl.arange(0, ARMS, layout=gl.BlockedLayout([ARMS // 32], [32], [4], [0]))  # [ARMS]
@@ -123,12 +124,12 @@ def locate(tile, work, plan: gl.constexpr):
     if plan.sparse:
         m_start = gl.minimum(m_start, m_end)
     if plan.persistent:
-        m_start, m_end = _two_blocks(m_start, m_end, work, plan)
+        m_start, m_end = _two_blocks(m_start, m_end, plan)
     return Tile(head, start, m_start, m_end, S_q, S_k, end_q, end_k)
 
 
 @gluon.jit
-def _two_blocks(m_start, m_end, work, plan: gl.constexpr):
+def _two_blocks(m_start, m_end, plan: gl.constexpr):
     """At least two, of which some may be hidden altogether: a persistent plan has no tile of fewer steps."""
     if plan.mask.causal or plan.mask.left:
         m_start = gl.minimum(m_start, gl.maximum(m_end - 2, 0))

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field, fields, replace
 from attnlib.kernels.common import l2_sections
 from attnlib.kernels.common.tiles import tile_width
 
+NAMED = 8
+"""Of the hardware's sixteen barriers, those that the ring's slots may have."""
+
 
 @dataclass(frozen=True)
 class HopperConfig:
@@ -47,6 +50,10 @@ class HopperConfig:
     """Of each part of a tile, where it has parts."""
     query_columns = ()
     """Of each part of a tile of queries or keys, where those of values are others."""
+
+    def __post_init__(self) -> None:
+        if self.named and self.stages > NAMED:
+            raise ValueError(f"stages: expected at most {NAMED} with named barriers, got {self.stages}")
 
     def width(self, head_dim: int) -> int:
         """Columns of a tile for a head dimension, in all its parts."""

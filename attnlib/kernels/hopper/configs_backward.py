@@ -9,11 +9,12 @@ from attnlib.kernels.hopper.configs import smallest_split, width_of_parts
 
 @dataclass(frozen=True)
 class HopperBackwardConfig:
-    """How the kernel of `backward_kernel`, beyond 128 columns of `backward_wide_kernel`, is compiled.
+    """How a Hopper backward kernel is compiled: that of `backward_kernel`, beyond 128 columns of
+    `backward_wide_kernel`, or (`Keys96BackwardConfig`) of `backward_keys96_kernel`.
 
     Attributes:
         block_m: queries of one step, 64 or 128.
-        block_n: keys of a program; 128, and 64 in the wide kernel.
+        block_n: keys of a program; 128, in the wide kernel 64, in `backward_keys96_kernel` 96.
         half_p: dS from P as it was rounded for dV; its registers are free earlier.
         deterministic: the sums of dQ are added up in a fixed order.
         stagger: clocks by which the second consumer begins later, where no diagonal ends the keys of a query.

@@ -4,17 +4,10 @@ from dataclasses import dataclass, replace
 
 from attnlib.kernels.hopper.configs import HopperConfig
 
-NAMED = 8
-"""Of the hardware's sixteen barriers, those that the ring's slots may have."""
-
 
 @dataclass(frozen=True)
 class Fp8Config(HopperConfig):
     """The same for operands in e4m3."""
-
-    def __post_init__(self) -> None:
-        if self.named and self.stages > NAMED:
-            raise ValueError(f"stages: expected at most {NAMED} with named barriers, got {self.stages}")
 
 
 _THREE = {"joint": True, "consumer_registers": 160, "producer_registers": 32, "max_registers": 128}

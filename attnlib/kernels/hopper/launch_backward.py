@@ -39,8 +39,9 @@ def backward(
     q: (B, H, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv); d_out, out: (B, H, Sq, Dv); lse: (B, H, Sq)
     float32, contiguous, as `forward` returned it. With `params.varlen` q: (Tq, H, D); k: (Tk, Hkv, D), the
     others likewise; lse: (H, Tq).
-    Returns (dq, dk, dv). dk and dv are the same in every run, and with a deterministic configuration dq, else
-    up to the order of a sum. ValueError if a length or the tiles are beyond 2^30.
+    Returns (dq, dk, dv), with a deterministic configuration the same in every run. Else dq is so up to the
+    order of a sum, and so are dk and dv where programs that share a key head add to one sum (`added`);
+    elsewhere dk and dv are the same in every run. ValueError if a length or the tiles are beyond 2^30.
     """
     return run(prepare, (d_out, q, k, v, out), lse, params)
 
@@ -58,6 +59,9 @@ def prepare(call: Signature) -> BackwardPlan | None:
     width = config.width(call.head_dim)
     if isinstance(config, Keys96BackwardConfig) and call.value_dim > config.value_columns:
         raise ValueError(f"value_columns: expected {call.value_dim} or more, got {config.value_columns}")
+    own_values = isinstance(config, Keys96BackwardConfig | ValuesBackwardConfig)
+    if call.value_dim > config.value_width(call.head_dim) or (call.own_value_dim and not own_values):
+        raise ValueError(f"config: expected one for values of {call.value_dim} columns, got {config}")
     first = preprocess(call, d_out, out, config.block_m, width, turns=config.deterministic)
     heads, padded = first.heads, first.padded
     left, right = call.window.clipped(S_q, S_k)
@@ -78,9 +82,11 @@ def prepare(call: Signature) -> BackwardPlan | None:
     heads_kv *= keys.share
     tiles = num_n * heads_kv
     programs = min(tiles, device.num_sms(call.device)) if persistent else tiles
-    if max(tiles, heads * (padded // 64), S_q * (H // H_kv), S_k) >= LIMIT // 2:
+    most = max(tiles, heads * (padded // 64), S_q * (H // H_kv))
+    if max(most, S_k) >= LIMIT // 2:
         raise ValueError(
-            f"q, k: expected fewer than 2^30 rows, keys and tiles over all heads, got {S_q} and {S_k}"
+            "q, k: expected fewer than 2^30 keys, rows of a group, and tiles or blocks of 64 rows over all "
+            f"heads, got {S_q} rows and {S_k} keys of a head, and {most} tiles, blocks or rows of a group"
         )
     section = config.heads_per_section(heads_kv, visited, num_n, S_q, width)
     overlaps = device.overlaps(call.device)

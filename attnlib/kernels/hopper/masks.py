@@ -4,8 +4,9 @@ what is here for a diagonal.
 
 Keys are visited from the last block in sight down. Under a diagonal the first block needs a mask, and where
 the diagonal misses the corners of the blocks, 64 rows may cross it in two of them, and the second needs one
-too. Without a diagonal the first block needs one where it has keys beyond the last. All others do without,
-but for a window with a left bound: there so do those that begin before the last of the rows sees a key.
+too. Without a diagonal the first block needs one where it has keys beyond the last. All others do without.
+But with a left bound those blocks need one, too, that begin before the first key that the last of the rows
+sees.
 
 With a left bound a tile ends at the first block that one of its rows sees. All its warpgroups visit all
 blocks down to that one, some of which may be hidden from all their rows, so that the protocol of
@@ -62,9 +63,8 @@ def second_is_cut(first, tile, plan: gl.constexpr):
 def later_block(i, start, end, first, cut, tile, plan: gl.constexpr):
     """(first key, whether a mask is needed) of a block after the first: that in slot i, of `start` to `end`.
 
-    first: key of the first block; cut: `second_is_cut`. Where neither a left
-    bound nor scales nor maxima need the key, the compiler has that of the second block alone, which is the
-    only one with a mask.
+    first: first key of the first block; cut: what `second_is_cut` found. Where no left bound, no scales and
+    no maxima need the key, the one of the second block is returned for all: only that block may have a mask.
     """
     key = first - plan.block_n
     masked = (i == start) & cut

@@ -80,7 +80,6 @@ class ForwardPlan(Constants):
         plain = self.mask.blocks.value < 2 and not self.mask.left.value
         return gl.constexpr(self.pipeline.keep_shift.value and plain)
 
-    qk_width = property(lambda self: self.d)  # columns of a tile of queries or keys
     right = gl.constexpr(0)  # columns of a second part
 
     block_m = property(lambda self: gl.constexpr(64 * self.pipeline.warpgroups.value))
@@ -139,7 +138,6 @@ class NarrowPlan(ForwardPlan):
     columns: int
     keys_by_rows: bool
 
-    qk_width = property(lambda self: self.columns)
     own_keys = property(lambda self: self.keys_by_rows)
     keep_shift = gl.constexpr(False)  # words would spill
 

@@ -18,7 +18,7 @@ def unsupported(q: torch.Tensor) -> None:
 
 
 def group(q: torch.Tensor, k: torch.Tensor, grouping: Grouping, causal: bool) -> Grouped:
-    """q as above, in fp64; k as it is."""
+    """q as in the docstring of the module, and k unchanged; both in fp64."""
     places = places_of(q, k, grouping)
     return Grouped(scattered(q, places, grouping), k.double(), None, places)
 

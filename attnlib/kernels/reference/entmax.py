@@ -1,9 +1,8 @@
 """alpha-entmax attention in PyTorch, in fp64, by bisection; and its gradient, by the implicit derivative."""
 
-from itertools import pairwise
-
 import torch
 
+from attnlib.kernels.reference.dense import sequences
 from attnlib.params import EntmaxParams
 
 HALVINGS = 100
@@ -69,38 +68,20 @@ def _varlen_forward(q, k, v, params: EntmaxParams):
     out = torch.zeros_like(q)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     tau = torch.full(q.shape[1::-1], torch.inf, dtype=dtype, device=q.device)
-    for rows, keys in _sequences(params):
-        sequence = _batch(q[rows]), _batch(k[keys]), _batch(v[keys])
+    for rows, _, sequence in sequences(q, k, v, *params.varlen[:2]):
         found, threshold, _ = forward(*sequence, params._replace(varlen=None))
-        out[rows], tau[:, rows] = _packed(found), threshold[0]
+        out[rows], tau[:, rows] = found[0].transpose(0, 1), threshold[0]
     return out, tau, torch.empty(0, dtype=torch.int32, device=q.device)
 
 
 def _varlen_backward(d_out, q, k, v, params: EntmaxParams):
     gradients = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for rows, keys in _sequences(params):
-        sequence = (_batch(x) for x in (d_out[rows], q[rows], k[keys], v[keys]))
-        found = backward(*sequence, None, None, None, params._replace(varlen=None))
+    for rows, keys, sequence in sequences(q, k, v, *params.varlen[:2]):
+        own_d_out = d_out[rows].transpose(0, 1)[None]
+        found = backward(own_d_out, *sequence, None, None, None, params._replace(varlen=None))
         for gradient, part, own in zip(gradients, (rows, keys, keys), found, strict=True):
-            gradient[part] = _packed(own)
+            gradient[part] = own[0].transpose(0, 1)
     return gradients
-
-
-def _sequences(params: EntmaxParams):
-    """Rows and keys of each varlen sequence that has some of both."""
-    offsets = zip(*(x.tolist() for x in params.varlen[:2]), strict=True)
-    for (first_q, first_k), (end_q, end_k) in pairwise(offsets):
-        if end_q > first_q and end_k > first_k:
-            yield slice(first_q, end_q), slice(first_k, end_k)
-
-
-def _batch(x: torch.Tensor) -> torch.Tensor:
-    """(T, H, D) as (1, H, T, D)."""
-    return x.transpose(0, 1)[None]
-
-
-def _packed(x: torch.Tensor) -> torch.Tensor:
-    return x[0].transpose(0, 1)
 
 
 def entmax(z: torch.Tensor, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:

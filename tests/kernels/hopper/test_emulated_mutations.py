@@ -489,7 +489,7 @@ MUTATIONS = [
     backward("the last dK is not waited for", "Race: .* ends and has not waited for its copies out",
              without("    tma.store_wait(0)\n", "", "\n\n@gluon.jit\ndef _begin_tile"), call="persistent"),
     tiles("tiles of one step", f"{DEADLOCK}|{TAKEN}",
-          ("m_start, m_end = _two_blocks(m_start, m_end, work, plan)", "pass"),
+          ("m_start, m_end = _two_blocks(m_start, m_end, plan)", "pass"),
           call="persistent, two steps a tile"),
     slots("threads add in another order", "AssertionError",
           ("(row & 7) * 4", "(row & 7) * 4 % 28"), call="persistent"),
