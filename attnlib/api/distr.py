@@ -83,6 +83,8 @@ def attention_distr(
     q, k, v = (x.detach().resolve_neg() for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     grouper = GROUPERS["reference" if name == "reference" else "triton"]
+    if rows is not None and rows >= q.shape[2]:
+        rows = None  # one part has all queries
     grouped = grouper.group(q, k, Grouping(group, hashed, rows, seed), causal)
     return DISTR[name].forward(grouped, v, Params(mask_window(causal, None), scale))
 

@@ -247,7 +247,8 @@ def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Op
     family = FP8[impl or next(iter(FP8))]
     lacks = family.unsupported(q.device)
     if lacks is not None:
-        what = "q: attention_fp8" if impl is None else f"impl: {impl!r}"
+        name = "attention_fp8" if varlen is None else "attention_fp8_varlen"
+        what = f"q: {name}" if impl is None else f"impl: {impl!r}"
         raise ValueError(f"{what} {lacks}; impl='reference' runs on any device")
     out_dtype = out_dtype or q.dtype
     head_dim = q.shape[-1]

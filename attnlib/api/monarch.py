@@ -68,7 +68,8 @@ def attention_monarch(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values do not fit, or a tensor is on a device that no kernel is for.
         RuntimeError: a derivative was asked for.
-        NotImplementedError: it is called under a compiler or a transformation of torch.func.
+        NotImplementedError: it is called under a compiler, a dispatch mode or a transformation of
+            torch.func.
 
     Example:
         >>> q, k, v = (torch.randn(1, 12, 4096, 64, device="cuda", dtype=torch.float16) for _ in range(3))

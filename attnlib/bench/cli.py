@@ -155,7 +155,10 @@ def _portable(
 
 def _profile(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """`--profile`: counters as a table; with `--json` also in a file, with `--book` in the book's record."""
+    if args.peers or args.inputs != "normal" or args.rounds != BOOK.rounds:
+        parser.error("--peers, --inputs and --rounds do not go with --profile")
     chosen = args.impl or args.backward or args.shapes or args.batch is not None or not args.causal
+    chosen = chosen or args.dtype != "float16"
     if (args.book or args.beyond) and chosen:
         parser.error("--book and --beyond profile everything at shapes of their own")
     impls = (args.impl or (BACKWARD_IMPLS if args.backward else DEFAULT_IMPLS)).split(",")

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from attnlib.bench.oracle import Budget, Verdict, max_and_rms
+from attnlib.bench.oracle import Budget, Verdict, max_and_rms, over_budget
 from attnlib.kernels.reference import entmax as reference
 from attnlib.params import EntmaxParams
 
@@ -69,15 +69,9 @@ class EntmaxOracle:
             expected, came = (tuple(right.shape), self.dtype), (tuple(found.shape), found.dtype)
             return Verdict(math.nan, math.nan, budget, False, f"{name}: expected {expected}, got {came}")
         largest, rms = max_and_rms(found.double() - right)
-        reason = ""
-        if not bool(found.isfinite().all()):
-            reason = f"{name}: values are not finite"
-        elif not (largest <= budget.max and rms <= budget.rms):
-            reason = (
-                f"{name}: max error {largest:.2e} (budget {budget.max:.2e}), "
-                f"RMS error {rms:.2e} (budget {budget.rms:.2e})"
-            )
-        return Verdict(largest, rms, budget, not reason, reason)
+        finite = bool(found.isfinite().all())
+        fault = over_budget(largest, rms, budget) if finite else "values are not finite"
+        return Verdict(largest, rms, budget, not fault, f"{name}: {fault}" if fault else "")
 
     def judge_tau(self, tau: torch.Tensor) -> Verdict:
         """fp32 in every kernel: this separates fp32 arithmetic from a wrong threshold."""

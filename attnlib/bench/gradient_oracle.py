@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from attnlib.bench.oracle import Budget, Verdict, max_and_rms
+from attnlib.bench.oracle import Budget, Verdict, max_and_rms, over_budget
 from attnlib.kernels.reference.gradients import gradients_by_batch
 from attnlib.params import mask_window
 from attnlib.scores import ScoreParts
@@ -76,9 +76,5 @@ class GradientOracle:
             )
             return Verdict(math.nan, math.nan, budget, False, reason)
         largest, rms = max_and_rms(gradient.double() - exact)
-        ok = largest <= budget.max and rms <= budget.rms  # False for NaN
-        reason = "" if ok else (
-            f"{name}: max error {largest:.2e} (budget {budget.max:.2e}), "
-            f"RMS error {rms:.2e} (budget {budget.rms:.2e})"
-        )  # fmt: skip
-        return Verdict(largest, rms, budget, ok, reason)
+        fault = over_budget(largest, rms, budget)
+        return Verdict(largest, rms, budget, not fault, f"{name}: {fault}" if fault else "")

@@ -65,6 +65,13 @@ def max_and_rms(error: torch.Tensor) -> tuple[float, float]:
     return largest, error.square_().mean().sqrt().item()
 
 
+def over_budget(largest: float, rms: float, budget: Budget) -> str:
+    """How these errors break the budget; "" if they keep it. NaN breaks it."""
+    if largest <= budget.max and rms <= budget.rms:
+        return ""
+    return f"max error {largest:.2e} (budget {budget.max:.2e}), RMS error {rms:.2e} (budget {budget.rms:.2e})"
+
+
 class Oracle:
     """The truth and the budget of one input, computed once, to judge many outputs.
 
@@ -146,13 +153,9 @@ class Oracle:
         if broken:
             reason = f"{broken} of {out.numel()} values are not finite"
             return Verdict(max_error, rms_error, self.budget, False, reason)
-        if not (max_error <= self.budget.max and rms_error <= self.budget.rms):
-            reason = (
-                f"max error {max_error:.2e} (budget {self.budget.max:.2e}), "
-                f"RMS error {rms_error:.2e} (budget {self.budget.rms:.2e})"
-            )
-            return Verdict(max_error, rms_error, self.budget, False, reason)
-        reason = "" if lse is None else self._lse_fault(lse)
+        reason = over_budget(max_error, rms_error, self.budget)
+        if not reason and lse is not None:
+            reason = self._lse_fault(lse)
         return Verdict(max_error, rms_error, self.budget, not reason, reason)
 
     def _bad(self, reason: str) -> Verdict:

@@ -26,8 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnlib.bench import counters, names, peers, records, sources, tables, timing
-from attnlib.bench.backward import FLOPS as BACKWARD_FLOPS
+from attnlib.bench import counters, names, peers, records, roofline, sources, tables, timing
 from attnlib.bench.counters import NoCounters
 from attnlib.bench.paths import ROOT
 from attnlib.bench.profile_target import BACKWARD, BEYOND
@@ -199,8 +198,10 @@ def rows_of(
             line = {"status": "failed", "reason": "no launch was seen"}
         made |= {key: line[key] for key in ("status", "reason") if key in line}
         if line["status"] == "ok":
-            factor = BACKWARD_FLOPS if job["pass"] == "backward" else 1
-            made |= counters.fields_of(kernels, Shape.from_dict(job["shape"]), factor)
+            shape = Shape.from_dict(job["shape"])
+            backward = job["pass"] == "backward"
+            factor = roofline.backward_flops(shape) / roofline.flops(shape) if backward else 1
+            made |= counters.fields_of(kernels, shape, factor)
         rows.append(made)
     return rows
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnlib import BlockMask, attention, attention_pooled
+from attnlib import attention, attention_pooled
 from attnlib.seer import SeerGate, mask_of, top, top_of_density
 
 DENSITIES = 0.05, 0.1, 0.2, 0.5
@@ -202,11 +202,6 @@ def watched(seen: list, setup: Setup) -> Attend:
 
 
 # ---------------------------------------------------------------- what it is worth
-
-
-def under(chosen: list[BlockMask]) -> Attend:
-    """Attention under a mask for each layer."""
-    return lambda number, q, k, v, *_: attention(q, k, v, block_mask=chosen[number])
 
 
 class Choosing:

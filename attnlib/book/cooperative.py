@@ -73,7 +73,7 @@ class HostLayer:
             torch.cuda.current_stream(q.device).synchronize()  # the CPU is about to read it
         seen = (x[:, :, : self.length] for x in (self.k, self.v))
         up.copy_(host_attention(down.view(B, kv_heads, -1, D), *seen, self.parts).view(q.shape))
-        return up.to(q.device, non_blocking=True)
+        return up.to(q.device, non_blocking=True) if q.is_cuda else up.clone()
 
     def _staged(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where q comes to, and the output goes from. The next call's synchronization guards both."""

@@ -52,7 +52,9 @@ def factors(q, k, params: MonarchParams, dtype: torch.dtype = torch.float64) -> 
     or fp64: with that of a kernel, what its rounding costs."""
     counts = counting(q, params)
     q, k = (in_blocks(_rounded(x, dtype), params) for x in (q, k))
-    centers, objective = q * counts[..., None], []
+    # Set to 0, not multiplied by it: tokens that do not count may be NaN.
+    seen, k = (x.masked_fill(~counts[..., None], 0.0) for x in (q, k))
+    centers, objective = seen, []
     for _ in range(params.steps):
         scores = params.sm_scale * torch.einsum("...mpd,...mbd->...mpb", centers, k)
         right, lse = _softmax(scores.masked_fill(~counts[..., None, :], -math.inf))
@@ -63,7 +65,7 @@ def factors(q, k, params: MonarchParams, dtype: torch.dtype = torch.float64) -> 
         objective.append(torch.where(counts.mT, lse, 0.0).sum((-1, -2)))
         weights = torch.log(left).masked_fill(~counts.mT[..., None], -math.inf)
         weights = _rounded(_softmax(weights.mT)[0], dtype)  # [p, m, m']
-        centers = _rounded(torch.einsum("...pmn,...npd->...mpd", weights, q), dtype)
+        centers = _rounded(torch.einsum("...pmn,...npd->...mpd", weights, seen), dtype)
     return Factors(left, right, torch.stack(objective, -1))
 
 
@@ -83,7 +85,7 @@ def output(q, k, v, params: MonarchParams, dtype: torch.dtype = torch.float64) -
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     found = factors(q, k, params, dtype)
-    v = in_blocks(_rounded(v, dtype), params)
+    v = in_blocks(_rounded(v, dtype), params).masked_fill(~counting(q, params)[..., None], 0.0)
     values = _rounded(torch.einsum("...mpb,...mbd->...mpd", _rounded(found.right, dtype), v), dtype)
     out = torch.einsum("...pnm,...mpd->...npd", _rounded(found.left, dtype), values).flatten(2, 3)
     return out[:, :, params.first : params.first + q.shape[2]]

@@ -73,6 +73,15 @@ def test_equal_columns_of_both_are_exact_with_hashed_queries(device: str) -> Non
         Oracle(q, k, v).judge(out).raise_if_bad("equal columns")
 
 
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_more_rows_than_there_are_share_all_groups(impl: str, device: str) -> None:
+    q, k, v = DistrCase(150).tensors(device)
+    options = {"group": 2, "hashed": "q", "impl": impl}
+    whole = attention_distr(q, k, v, **options)
+    for rows in (256, 128 * 179424673, 2**63):
+        assert torch.equal(attention_distr(q, k, v, rows=rows, **options), whole)
+
+
 def test_hashing_queries_does_not_find_equal_columns_of_keys(device: str) -> None:
     """What is dropped are columns of K. The chapter's text says so."""
     q, k, v = DistrCase(150, alike=(2, 1), dtype="float32", causal=False).tensors(device)

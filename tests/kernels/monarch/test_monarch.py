@@ -119,6 +119,11 @@ def test_tokens_that_do_not_count_are_as_if_missing(pad: str, device: str) -> No
     mask[:, there] = True
     short = run(MonarchCase("short", 37, 8, 2, pad), [x[:, :, there] for x in tensors], None)
     assert (run(case, tensors, mask)[:, :, there] - short).abs().max() < 1e-5
+    options = {"block": 8, "steps": 2, "pad": pad, "key_mask": mask}
+    for impl in ("triton", "reference"):
+        expected = attention_monarch(*tensors, **options, impl=impl)[:, :, there]
+        spoiled = [x.masked_fill(~mask[:, None, :, None], math.nan) for x in tensors]
+        assert torch.equal(attention_monarch(*spoiled, **options, impl=impl)[:, :, there], expected), impl
 
 
 def test_nothing_is_written_to_the_inputs_and_bits_repeat(device: str) -> None:
