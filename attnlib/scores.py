@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ class Functions(NamedTuple):
 
 
 _numbers: dict[Functions, int] = {}  # in their order
+_numbering = threading.Lock()
 
 
 def by_number(number: int | None) -> Functions:
@@ -34,7 +36,8 @@ def by_number(number: int | None) -> Functions:
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """What becomes of the scores s = sm_scale * Q K^T before the softmax, in this order; None for nothing::
+    """What becomes of the scores s = sm_scale * Q K^T before the softmax, in this order; a part that is None
+    is left out::
 
         s = function(s, i, j, h, b)
         s = soft_cap * tanh(s / soft_cap)
@@ -96,7 +99,9 @@ class Score:
         checks.check_parts(self)
         if self.function is not None and not torch.compiler.is_compiling():
             own = Functions(self.function, self.derivative, self.reference)
-            object.__setattr__(self, "functions", _numbers.setdefault(own, len(_numbers)))
+            with _numbering:
+                number = _numbers.setdefault(own, len(_numbers))
+            object.__setattr__(self, "functions", number)
 
 
 class ScoreForm(NamedTuple):

@@ -21,11 +21,11 @@ def check_block_size(block_size) -> tuple[int, int]:
     return tuple(size)
 
 
-def check_chosen_size(block_size) -> None:
-    if isinstance(block_size, bool) or not isinstance(block_size, int):
-        raise TypeError(f"block_size: expected 64 or 128, got {type_name(block_size)}")
-    if block_size not in (UNIT, 2 * UNIT):
-        raise ValueError(f"block_size: expected 64 or 128, got {block_size}")
+def check_chosen_size(size, name: str = "block_size") -> None:
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"{name}: expected 64 or 128, got {type_name(size)}")
+    if size not in (UNIT, 2 * UNIT):
+        raise ValueError(f"{name}: expected 64 or 128, got {size}")
 
 
 def check_density(density) -> None:
@@ -36,12 +36,16 @@ def check_density(density) -> None:
 
 
 def check_lengths(seqlen_q, seqlen_k) -> tuple[int, int]:
-    for name, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-        if isinstance(length, bool) or not isinstance(length, int):
-            raise TypeError(f"{name}: expected an int, got {type_name(length)}")
-        if length < 1:
-            raise ValueError(f"{name}: expected 1 or more, got {length}")
+    check_length("seqlen_q", seqlen_q)
+    check_length("seqlen_k", seqlen_k)
     return seqlen_q, seqlen_k
+
+
+def check_length(name: str, length) -> None:
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(f"{name}: expected an int, got {type_name(length)}")
+    if length < 1:
+        raise ValueError(f"{name}: expected 1 or more, got {length}")
 
 
 def check_shared(B, H) -> tuple[int, int]:

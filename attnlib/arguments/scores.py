@@ -44,6 +44,10 @@ def check_parts(score) -> None:
             raise ValueError(f"score.{name}: expected shape (H), got {tuple(tensor.shape)}")
         if name == "relative" and (tensor.dim() != 2 or tensor.shape[1] % 2 == 0):
             raise ValueError(f"score.relative: expected shape (H, 2L + 1), got {tuple(tensor.shape)}")
+    _check_slopes(alibi)
+
+
+def _check_slopes(alibi) -> None:
     if alibi is not None and alibi.requires_grad:
         raise ValueError(
             "score.alibi: expected slopes that do not require grad, got some that do: attnlib has no "
@@ -106,6 +110,7 @@ def check_score(score, q: torch.Tensor, k: torch.Tensor) -> None:
             raise ValueError(
                 f"score.{name}: expected {q.shape[1]} {what}, one for each head of q, got {tensor.shape[0]}"
             )
+    _check_slopes(score.alibi)  # they may have changed since the score was made
     if score.bias is not None:
         full, own = (*q.shape[:3], k.shape[2]), tuple(score.bias.shape)
         fits = len(own) <= 4 and all(

@@ -23,10 +23,7 @@ def check_gate(heads, kv_heads, head_dim, block, width) -> None:
         raise ValueError(f"kv_heads: expected a divisor of heads, {heads}, got {kv_heads}")
     if width % 2:
         raise ValueError(f"width: expected an even number, for rotary embeddings, got {width}")
-    try:
-        check_chosen_size(block)
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("block_size", "block")) from None
+    check_chosen_size(block, "block")
 
 
 def check_gate_call(gate, q, k) -> None:
@@ -84,9 +81,9 @@ def check_decode_chosen(q, k_cache, v_cache, scores, count, lengths) -> None:
             raise ValueError(f"{name}: expected 4 dimensions (B, H, S, D), got shape {tuple(x.shape)}")
     _check_scores(scores)
     _check_count("count", count)
-    B, heads, S, _ = k_cache.shape
-    if q.shape[0] != B or q.shape[2] != 1:
-        raise ValueError(f"q: expected shape ({B}, H, 1, D) for {B} caches, got {tuple(q.shape)}")
+    B, heads, S, D = k_cache.shape
+    if q.shape[0] != B or q.shape[2] != 1 or q.shape[3] != D:
+        raise ValueError(f"q: expected shape ({B}, H, 1, {D}) for {B} caches, got {tuple(q.shape)}")
     if not heads or q.shape[1] % heads:
         raise ValueError(f"k_cache: expected a number of heads that divides q's {q.shape[1]}, got {heads}")
     if v_cache.shape != k_cache.shape:
@@ -104,6 +101,11 @@ def check_decode_chosen(q, k_cache, v_cache, scores, count, lengths) -> None:
     ):
         raise ValueError(
             f"scores: expected shape ({B}, {heads}, n), where n divides {S}, got {tuple(scores.shape)}"
+        )
+    block = S // scores.shape[2]
+    if block < 16 or block & (block - 1):
+        raise ValueError(
+            f"scores: expected blocks of 16, 32, 64 ... of the {S} keys, got {scores.shape[2]} of {block}"
         )
     if lengths is not None:
         check_int32("lengths", lengths, "a torch.Tensor or None")

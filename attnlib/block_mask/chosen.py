@@ -19,7 +19,6 @@ from attnlib.block_mask.lists import Lists
 from attnlib.block_mask.tiles import FULL, PARTIAL, TILE, UNIT, Grid, Tiles
 from attnlib.block_mask.transforms import outside_transforms, unwrapped
 from attnlib.kernels import LISTERS
-from attnlib.kernels.common.device import capturing
 
 SLOTS = 19
 _DIAGONAL, _LAST = 15, 17
@@ -95,15 +94,12 @@ def _kept(make: Callable) -> Callable:
         words = _made.get(key)
         if words is None:
             words = make(tail, device)
-            if not _under_capture(device):
+            if not tiling.under_capture(device):
+                tiling.settle(device)
                 _made[key] = words
         return words
 
     return found
-
-
-def _under_capture(device: torch.device) -> bool:
-    return device.type == "cuda" and capturing(device.index)
 
 
 @_kept

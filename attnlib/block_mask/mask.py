@@ -42,6 +42,16 @@ def is_short(steps: float, fine: float, bits: bool) -> bool:
     return steps <= 5.5 or 1.025 * fine < steps <= 10
 
 
+class _settled(cached_property):
+    """A cached_property whose tensors are there for all streams."""
+
+    def __get__(self, instance, owner=None):
+        found = super().__get__(instance, owner)
+        if instance is not None:
+            tiling.settle(instance._grid.device)
+        return found
+
+
 class Form(NamedTuple):
     """What launches depend on of a mask: B and H, 1 where all share one, its slots of words, whether any step
     of any list needs bits, or of a list of rows; whether steps of 128 keys cover not much more than those of
@@ -87,6 +97,7 @@ class BlockMask:
         self._grid, self._chosen, self._order = grid, chosen, order
         if tiles is not None:
             self._tiles = Tiles(*map(unwrapped, tiles))
+            tiling.settle(grid.device)
         self._lists: dict[tuple[int, bool, int], Lists] = {}
         self._within: dict[MaskWindow, BlockMask] = {}
         self.shape, self.device = tuple(grid[:4]), grid.device
@@ -127,7 +138,8 @@ class BlockMask:
         """The causal mask of a sequence with itself that sees the chosen blocks, bool (B, H, n, n) or (n, n):
         always those on the diagonal, never those above it.
 
-        Nothing waits for the GPU, and CUDA graphs can capture it; so a choice may be made anew for each call,
+        Nothing waits for the GPU, so use the mask on the stream that made it, or let that stream wait. CUDA
+        graphs can capture all of it; so a choice may be made anew for each call,
         as by a gate. `blocks` must not change afterwards. block_size: 64 or 128. A kernel's tile has 128
         rows, and with blocks of 64 computes what either half of them sees. density: of the blocks on and
         below the diagonal the part that is chosen, about, if the caller knows it. Kernels for few blocks a
@@ -137,6 +149,7 @@ class BlockMask:
             TypeError, ValueError: as `from_blocks`.
         """
         checks.check_chosen_size(block_size)
+        checks.check_length("seqlen", seqlen)
         if density is not None:
             checks.check_density(density)
         blocks = checks.check_blocks(blocks, seqlen, seqlen, (block_size, block_size))
@@ -270,6 +283,7 @@ class BlockMask:
 
     def density(self, step: int = UNIT) -> float:
         """Which part of all 128 x `step` blocks is not absent."""
+        checks.check_chosen_size(step, "step")
         some = self._tiles.kinds != ABSENT
         some = some.unflatten(3, (-1, step // UNIT)).unflatten(2, (-1, TILE // UNIT)).any(5).any(3)
         return some.float().mean().item() if some.numel() else 0.0
@@ -326,16 +340,25 @@ class BlockMask:
         """Of 128 queries, or 64, along keys in steps of 64 or 128, or with `columns` of keys along
         queries."""
         key = step, columns, rows
-        if key not in self._lists:
-            self._lists[key] = self._made_lists(*key)
-        return self._lists[key]
+        found = self._lists.get(key)
+        if found is None:
+            found = self._made_lists(*key)
+            if self._chosen is None:
+                tiling.settle(self._grid.device)
+            # What is made under capture has no values before that graph runs, and is for it alone.
+            if self._chosen is None or not tiling.under_capture(self._grid.device):
+                self._lists[key] = found
+        return found
 
-    @cached_property
+    @property
     def marked_lists(self) -> Lists:
         """Of 128 queries along keys in steps of 64, see `lists.marked`; those of chosen blocks have no
         marks."""
-        found = self.lists(UNIT)
-        return found if self._chosen is not None else marked(found, self._tiles.kinds)
+        return self._marked if self._chosen is None else self.lists(UNIT)
+
+    @_settled
+    def _marked(self) -> Lists:
+        return marked(self.lists(UNIT), self._tiles.kinds)
 
     def _made_lists(self, step: int, columns: bool, rows: int) -> Lists:
         found = None
@@ -353,7 +376,7 @@ class BlockMask:
         """int32 (slots, 128, 4); see `tiles`."""
         return self._tiles.words if self._chosen is None else self._chosen.words
 
-    @cached_property
+    @_settled
     def words_of_columns(self) -> torch.Tensor:
         """The same of the transposed tiles."""
         return tiling.transposed(self._tiles.words)
@@ -362,17 +385,19 @@ class BlockMask:
         """The words of steps of 64 or 128: those of tiles, or of each its left and its right half."""
         if step == TILE:
             return self.words_of_columns if columns else self.words
-        return self._halves_of_columns if columns else self._halves
+        if columns:
+            return self._halves_of_columns
+        return self._halves if self._chosen is None else self._chosen.halves
 
-    @cached_property
+    @_settled
     def _halves(self) -> torch.Tensor:
-        return tiling.halves(self.words) if self._chosen is None else self._chosen.halves
+        return tiling.halves(self.words)
 
-    @cached_property
+    @_settled
     def _halves_of_columns(self) -> torch.Tensor:
         return tiling.halves(self.words_of_columns)
 
-    @cached_property
+    @_settled
     def short_words_of_columns(self) -> torch.Tensor:
         """`words_of` steps of 64 queries as int16, for a kernel that has no room for more."""
         return self._halves_of_columns.to(torch.int16)

@@ -79,7 +79,7 @@ class S2Pattern:
     def mask(self, seqlen: int, device: torch.device | str | None = None) -> BlockMask:
         """Of a sequence with itself. It is causal: `attention` needs no `causal` beside it. Memory grows with
         the number of 64 x 64 units of all heads, a few bytes for each, and not with seqlen x seqlen."""
-        checks.check_lengths(seqlen, seqlen)
+        checks.check_length("seqlen", seqlen)
         grid = Grid(1, self.heads, seqlen, seqlen, checks.check_device(device))
         *_, down, across = grid.units
         row = torch.arange(down, device=grid.device).clamp(max=-(-seqlen // UNIT) - 1)[:, None]
@@ -100,6 +100,7 @@ class S2Pattern:
 
     def kept(self, seqlen: int) -> int:
         """How many blocks of scores all query heads keep."""
+        checks.check_length("seqlen", seqlen)
         blocks, local = -(-seqlen // self.block_size), self.local_blocks
         near = sum(min(i, local) for i in range(1, blocks + 1))
         found = 0
@@ -112,8 +113,8 @@ class S2Pattern:
     def share(self, seqlen: int) -> float:
         """What `kept` is of the blocks of causal attention: its inverse is the speed-up that work alone
         allows."""
-        blocks = -(-seqlen // self.block_size)
-        return self.kept(seqlen) / (self.heads * blocks * (blocks + 1) // 2)
+        kept, blocks = self.kept(seqlen), -(-seqlen // self.block_size)
+        return kept / (self.heads * blocks * (blocks + 1) // 2)
 
     # ------------------------------------------------------------ decode
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from attnlib.kernels.common.device import capturing
+
 TILE, UNIT = 128, 64
 ABSENT, PARTIAL, FULL = 0, 1, 2
 
@@ -22,6 +24,18 @@ Seen = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.
 _PIECE = {"cuda": 1 << 13, "cpu": 1 << 8}
 """Tiles whose elements are held at once: 128 MiB of bool on a GPU, and eight times that of a function's
 integers."""
+
+
+def under_capture(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded on the current stream."""
+    return device.type == "cuda" and capturing(device.index)
+
+
+def settle(device: torch.device) -> None:
+    """What a mask keeps may be used on every stream: wait until what was just made is there. Not under
+    capture, where nothing may wait."""
+    if device.type == "cuda" and not under_capture(device):
+        torch.cuda.current_stream(device).synchronize()
 
 
 class Grid(NamedTuple):

@@ -58,12 +58,19 @@ def _run_kernel(arguments: list[str], folder: str, environment: dict[str, str]) 
     # of a kernel that is interpreted, takes a tenth of the time and copies every page of the server's memory.
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
+    hear_the_end()
     os.setsid()
     os.chdir(folder)
     interpreted = INTERPRETED if os.environ.items() >= INTERPRETED.items() else {}
     os.environ.clear()
     os.environ.update({**_INLINE, **environment, **interpreted})
     kernelapp.launch_new_instance(argv=[*arguments, f"--IPKernelApp.parent_handle={os.getppid()}"])
+
+
+def hear_the_end() -> None:
+    """In a forked process: close its copy of the pipe by which the server hears that its caller is gone. Else
+    the server would wait for this process, and this one for the server."""
+    os.close(forkserver._forkserver._forkserver_alive_fd)
 
 
 class _Child:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 
 from attnlib.api.decode import attention_decode
+from attnlib.arguments.masks import check_chosen_size
 from attnlib.arguments.seer import check_above, check_decode_chosen, check_top, check_top_of_density
 from attnlib.block_mask import BlockMask
 
 
 def top(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Bool, like the scores (..., n, n) of a causal sequence: of each row its block on the diagonal, the
-    largest of the others up to `count` in all, and what is equal to the last of them. Rows with fewer blocks
-    have all. A score that is NaN counts as infinite.
+    largest of the others up to `count` in all, and what is equal to the last of them. Rows with fewer than
+    `count` blocks have all, those above the diagonal, too, which `mask_of` leaves out. A score that is NaN
+    counts as infinite.
 
     Raises:
         TypeError: the scores are no tensor of a floating-point dtype, or `count` is no int.
@@ -59,6 +61,7 @@ def mask_of(blocks: torch.Tensor, seqlen: int, block: int, density: float | None
     Raises:
         TypeError, ValueError: as `BlockMask.from_chosen`, whose arguments these are.
     """
+    check_chosen_size(block, "block")
     return BlockMask.from_chosen(blocks, seqlen, block_size=block, density=density)
 
 

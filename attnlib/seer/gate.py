@@ -90,12 +90,16 @@ class SeerGate(nn.Module):
         if self.decode:
             joined = q.unflatten(1, (self.kv_heads, -1)).transpose(2, 3).flatten(3)  # (B, Hkv, S, group D)
             return self._placed(joined.to(self.q_map.dtype) @ self.q_map, first, self.block)
+        if first:
+            raise ValueError(f"first: expected 0 of a gate without decode, got {first}")
         pooled = torch.cat([x.mean(3) for x in self._blocks(q)], 2)
         return self._placed(pooled.to(self.q_map.dtype) @ self.q_map, 0, 1)
 
     def loss(self, scores: torch.Tensor, pooled: torch.Tensor, skip: float = 0.25) -> torch.Tensor:
         """The mean over rows of KL(pooled / its row sum || softmax(scores)), in nats; without the first
-        `skip` of the rows, which have few blocks to choose from."""
+        `skip` of the rows, which have few blocks to choose from. ValueError unless 0 <= skip < 1."""
+        if not 0 <= skip < 1:
+            raise ValueError(f"skip: expected a number from 0 up to but not 1, got {skip}")
         first = int(skip * scores.shape[2])
         scores, pooled = scores[:, :, first:], pooled[:, :, first:].float()
         wanted = pooled / pooled.sum(-1, keepdim=True).clamp_min(1e-30)

@@ -108,7 +108,12 @@ DECODED = {
 }
 DECODE = [
     ({"q": 1}, TypeError, "q: expected a torch.Tensor, got int"),
-    ({"q": zeros(2, 4, 2, 16)}, ValueError, "q: expected shape (2, H, 1, D) for 2 caches, got (2, 4, 2, 16)"),
+    ({"q": zeros(2, 4, 2, 16)}, ValueError,
+     "q: expected shape (2, H, 1, 16) for 2 caches, got (2, 4, 2, 16)"),
+    ({"q": zeros(2, 4, 1, 32)}, ValueError,
+     "q: expected shape (2, H, 1, 16) for 2 caches, got (2, 4, 1, 32)"),
+    ({"scores": torch.zeros(2, 2, 32)}, ValueError,
+     "scores: expected blocks of 16, 32, 64 ... of the 256 keys, got 32 of 8"),
     ({"q": zeros(2, 3, 1, 16)}, ValueError, "k_cache: expected a number of heads that divides q's 3, got 2"),
     ({"k_cache": CACHE[0]}, ValueError,
      "k_cache: expected 4 dimensions (B, H, S, D), got shape (2, 256, 16)"),

@@ -80,7 +80,7 @@ def test_words_stay_where_a_graph_has_their_addresses_but_not_those_made_under_i
     monkeypatch.setattr(making, "_made", {})
     mask = BlockMask.from_chosen(chosen(300, 64), 300, block_size=64)
     with monkeypatch.context() as patch:
-        patch.setattr(making, "_under_capture", lambda device: True)
+        patch.setattr(making.tiling, "under_capture", lambda device: True)
         captured = mask.words
     assert mask.words is not captured and torch.equal(mask.words, captured)
     words = mask.words

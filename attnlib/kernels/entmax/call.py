@@ -150,7 +150,7 @@ class Call(NamedTuple):
 
     @property
     def halley(self) -> bool:
-        """Whether the second derivative of F has no pole, as it has from 1.5 on."""
+        """Whether the second derivative of F has no pole, as it has above 1.5."""
         return self.alpha <= 1.5
 
     @property

@@ -88,6 +88,8 @@ def _visits(b_sum, b_bias, visits, own, heads, descriptors, rows, mask, words_pt
         o_q, o_k = start + tl.arange(0, BLOCK_M)[:, None], key + tl.arange(0, BLOCK_N)[None, :]
         b_s, _ = unbiased(b_s, o_q, o_k, qk_scale, shift, score, FUNCTION, DERIVATIVE)
         b_p = tl.math.exp2(b_s + b_bias - b_lse2[:, None])  # [BLOCK_M, BLOCK_N]
+        if FUNCTION is not None:  # which may be NaN for a query that does not exist, or in a hidden tile
+            b_p = tl.where(b_lse2[:, None] == float("inf"), 0.0, b_p)
         if PARTIAL:  # a tile without words gets those of slot 0; that of the last keys has words
             b_seen = seen(words_ptr, 2 * tl.maximum(slot, 0), start % TILE, key % TILE, BLOCK_M, BLOCK_N)
             b_p = tl.where(b_seen | (slot < 0), b_p, 0.0)

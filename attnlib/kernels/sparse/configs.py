@@ -10,7 +10,7 @@ class SparseTile:
     """How one of the kernels is compiled and launched.
 
     Attributes:
-        block_m: query rows of a tile; 32, 64 or 128, of a program that owns keys 32 or 64.
+        block_m: query rows of a tile; 16, 32, 64 or 128, of a program that owns keys 32 or 64.
         block_n: keys of a tile; 16, 32 or 64, of a program that owns keys up to 128.
         num_warps: warps of one program.
         num_stages: tiles in flight.

@@ -18,12 +18,12 @@ differs:
   the last one of its tile, and the output leaves through the place of the tile's queries, which is given
   back in the next tile.
 - With `keep_shift` the steps of `kept_shift`, with bits or without.
-- A score (`hopper_scores`) has the tile's head from what the producer tells, and for ALiBi and a bias the
-  number of a step's keys, which the producer stores beside the slot before it arrives at k_full. A consumer
-  loads its elements of a bias from global memory; or, with `copies_bias`, the producer copies them behind the
-  values, 64 rows for each consumer. There is one buffer for each: a consumer has read that of slot c before
-  its scores are there, and gives it back at named barrier 12 or 13, with a fence as for bits. bias_full[w]
-  completes once for each slot, so the parity is c & 1.
+- A score (`hopper_scores`) has the tile's head from what the producer tells, and for ALiBi, a bias that is
+  loaded, and a function the number of a step's keys, which the producer stores beside the slot before it
+  arrives at k_full. A consumer loads its elements of a bias from global memory; or, with `copies_bias`, the
+  producer copies them behind the values, 64 rows for each consumer. There is one buffer for each: a consumer
+  has read that of slot c before its scores are there, and gives it back at named barrier 12 or 13, with a
+  fence as for bits. bias_full[w] completes once for each slot, so the parity is c & 1.
 
 A list has at least one step: a row of tiles that sees nothing has one whose bits are all 0.
 
@@ -66,7 +66,7 @@ STEPS = gl.constexpr(1)
 WHOLE = gl.constexpr(2)  # steps without bits
 OUTPUT = gl.constexpr(3)  # and the word after: batch and head of the output of the tile before
 HEAD = gl.constexpr(5)  # of this tile, for a score
-BATCH = gl.constexpr(6)  # of this tile, for a bias
+BATCH = gl.constexpr(6)  # of this tile, for a bias that is loaded or a function
 LEFT_OUT = gl.constexpr(5)  # with `leaves_out`, where there is no score: 1 and 2, see the module docstring
 
 

@@ -143,7 +143,8 @@ def mask_strides(call: Signature) -> dict[str, int]:
 
 
 def constants_of(call: Signature, tile: SparseTile) -> dict[str, object]:
-    """What all three kernels are compiled with."""
+    """What the forward kernel and both backward kernels are compiled with; that of a bias' gradient takes a
+    part of it."""
     return {
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,

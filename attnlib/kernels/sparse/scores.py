@@ -61,8 +61,8 @@ def unbiased(b_s, o_q, o_k, qk_scale, shift, score, FUNCTION: tl.constexpr, DERI
 @triton.jit
 def scored(b_s, o_q, o_k, qk_scale, S_q, S_k, score, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr):
     """(scores in base 2, their derivative by sm_scale * Q K^T) of the products b_s of queries o_q and keys
-    o_k, which broadcast against each other. qk_scale: what sm_scale * Q K^T is multiplied with, log2(e), or
-    one over the soft cap; 1 before a function."""
+    o_k, which broadcast against each other. qk_scale: what Q K^T is multiplied with: sm_scale times log2(e),
+    or sm_scale over the soft cap; before a function sm_scale alone."""
     cap, slope, bias_ptr, bias_m, BIAS_N, after, i_h, i_b = score
     own = (cap, slope, after, i_h, i_b)
     b_s, derivative = unbiased(b_s, o_q, o_k, qk_scale, S_k - S_q, own, FUNCTION, DERIVATIVE)
