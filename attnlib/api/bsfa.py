@@ -106,7 +106,7 @@ def attention_bsfa(
 def _limits(threshold: float | torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """(B or 1, H or 1, N)."""
     if not isinstance(threshold, torch.Tensor):
-        return torch.full((1, 1, 1), threshold, dtype=torch.float32, device=q.device)
+        return q.new_full((1, 1, 1), threshold, dtype=torch.float32)
     if threshold.dim() == 1:
         return threshold[None, :, None]
     return threshold[None] if threshold.dim() == 2 else threshold
@@ -155,7 +155,7 @@ def bsfa_threshold(
     check_finite(q=q, k=k)
     runs = BSFA["triton"].unsupported(q, k, k, params) is None
     found = BSFA["triton" if runs else "reference"].maxima(q, k, params)
-    count = first.clamp(max=kept) if isinstance(kept, int) else (first * kept).round().long()
+    count = first.clamp(max=min(kept, 2**31)) if isinstance(kept, int) else (first * kept).round().long()
     ends = torch.full((*found.shape[:3], 1), torch.inf, dtype=found.dtype, device=found.device)
     found = torch.cat([ends, found.sort(-1, descending=True).values, -ends], -1)
     count = count.expand(B, H, -1)[..., None]

@@ -10,6 +10,7 @@ import torch
 
 from attnlib import dispatch, node, torch_ops
 from attnlib.api.modes import symbolic
+from attnlib.arguments.common import type_name
 from attnlib.arguments.exact import Options, check, check_varlen
 from attnlib.arguments.offsets import check_offsets
 from attnlib.autograd import Asked, Attention
@@ -357,22 +358,28 @@ def explain(
         no row reaches. It is of the forward pass.
 
     Raises:
-        TypeError, ValueError: as `attention`; ValueError for tensors on device meta.
+        TypeError, ValueError: as `attention`; ValueError for tensors without memory.
+        NotImplementedError: it is called under torch.compile.
 
     Example:
         >>> print(explain(*torch.zeros(3, 1, 1, 64, 128)))
         reference: triton needs CUDA tensors, or TRITON_INTERPRET=1 set before triton is imported; q is on cpu
     """
+    if torch.compiler.is_dynamo_compiling():
+        raise NotImplementedError("explain under torch.compile: not supported; call it outside")
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl, block_mask, score)
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
     check(q, k, v, options, own_values=True)
-    if q.is_meta:
-        raise ValueError("q: expected a device on which kernels run, got meta")
+    if not plain(q, k, v):
+        got = "meta" if q.is_meta else type_name(q)
+        raise ValueError(f"q: expected a device on which kernels run, got {got}")
     params = _params(q, k, options, return_lse)
     if score is not None:
         params = params._replace(score=parts_of(score, q, k))
     choice = dispatch.resolve(q, k, v, params)
+    if impl is not None and score is None and _differentiable(q, k, v):
+        dispatch.resolve(q, k, v, params, backward=True)  # the error that `attention` raises
     if dispatch.nothing_to_do(q, k):
         choice = replace(choice, reason=f"{choice.reason}; nothing to compute, so nothing is launched")
     return choice

@@ -252,6 +252,7 @@ def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Op
         raise ValueError(f"{what} {lacks}; impl='reference' runs on any device")
     out_dtype = out_dtype or q.dtype
     head_dim = q.shape[-1]
+    rows, keys = (q.shape[2], k.shape[2]) if varlen is None else varlen[2:]
     if not math.prod(q.shape) or not math.prod(k.shape):  # no row, or none with anything to attend to
         lse_shape = q.shape[:3] if varlen is None else q.shape[1::-1]
         out = torch.zeros(q.shape, dtype=out_dtype, device=q.device)
@@ -263,7 +264,8 @@ def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Op
     q = _plain(q) if scaled_by_row(q, scaling) else _prepared(q, "q", recipe, of_q)
     k, v = _prepared(k, "k", recipe, of_k), _prepared(v, "v", recipe, of_k)
     scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
-    params = Params(mask_window(causal, window), scale, varlen, return_lse, impl=impl)
+    seen = mask_window(causal, window).clipped(rows, keys)
+    params = Params(seen, scale, varlen, return_lse, impl=impl)
     out, lse = family.forward(q, k, v, params, out_dtype)
     return (out, lse) if return_lse else out
 

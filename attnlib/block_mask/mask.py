@@ -288,6 +288,15 @@ class BlockMask:
         some = some.unflatten(3, (-1, step // UNIT)).unflatten(2, (-1, TILE // UNIT)).any(5).any(3)
         return some.float().mean().item() if some.numel() else 0.0
 
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The same mask on another device."""
+        device = torch.empty(0, device=device).device  # with its index
+        if device == self.device:
+            return self
+        tiles = Tiles(*(x.to(device) for x in self._tiles))
+        order = None if self._order is None else self._order.to(device)
+        return BlockMask(tiles, self._grid._replace(device=device), order=order)
+
     def to_dense(self) -> torch.Tensor:
         """Bool (B, H, S_q, S_k), for small masks."""
         B, H, S_q, S_k = self.shape

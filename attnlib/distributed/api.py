@@ -75,7 +75,8 @@ def attention(
             "ulysses": instead of rows of all heads a rank computes all rows of some heads. H and Hkv have to
             be multiples of the ranks.
             "auto": "all_gather" where it is no slower or needs no more memory, else "ring".
-        timeout: seconds that a rank waits for the others.
+        timeout: seconds that a rank waits for the others. A mistake in it, or in `group`, is told on its own
+            rank only.
 
     Returns:
         out, (B, H, S / ranks, D); with `return_lse` the pair (out, lse), lse (B, H, S / ranks) float32.
@@ -174,7 +175,7 @@ def _agree(tensors: tuple, options: Options, method: Method, outer: Links, inner
         divisor = rows_divisor(outer.ranks, shares, _window_of(options))
         arguments.check_distributed(q, k, v, options, divisor)
         arguments.check_heads(q.shape[1], k.shape[1], shares)
-        arguments.check_method(method, q.shape[1] // shares, k.shape[1] // shares, outer.ranks)
+        arguments.check_method(method, q.shape[1], k.shape[1], outer.ranks * shares)
         stated = {
             "q": f"shape {tuple(q.shape)} of {str(q.dtype).removeprefix('torch.')}",
             "k": f"shape {tuple(k.shape)}",

@@ -205,6 +205,8 @@ def _from_arguments(
                 "attention_mask: expected None, four dimensions, or the padding of tokens, bool (B, S) = "
                 f"{(batch, sizes[1])}, got {form}"
             )
+    if isinstance(sliding_window, bool) or not isinstance(sliding_window, int | torch.SymInt | None):
+        raise ValueError(f"sliding_window: expected an int or None, got a {type(sliding_window).__name__}")
     if sliding_window is not None and not causal:
         raise ValueError(f"sliding_window: expected None without a causal mask, got {sliding_window}")
     if sliding_window is not None and sliding_window < 1:  # transformers' own kernels do not agree on 0
@@ -228,6 +230,8 @@ def _told(lengths: tuple, query: torch.Tensor, mask: Mask) -> Layout:
     for name, value in zip(names, lengths, strict=True):
         if value is None:
             raise ValueError(f"{name}: expected all of {', '.join(names)} or none, got None")
+        if name.startswith("cu_") and not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name}: expected a torch.Tensor, got a {type(value).__name__}")
     if query.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q: expected a batch of one beside it, got {query.shape[0]}")
     hides = mask.layout is not None or mask.spans

@@ -44,16 +44,18 @@ class Mask:
     bias: torch.Tensor | None = None
 
     def to(self, *args, **kwargs) -> Mask:
-        """The mask on another device: what moves a model's inputs between its parts calls this."""
-        if self.kept is None and self.layout is None:
+        """The mask on another device: what moves a model's inputs between its parts calls this. Its dtypes
+        stay."""
+        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        named = {name: getattr(self, name) for name in ("kept", "starts", "lengths", "bias", "block_mask")}
+        if device is None or (self.layout is None and not any(x is not None for x in named.values())):
             return self
 
         def moved(x):
-            return x.to(*args, **kwargs) if torch.is_tensor(x) else x
+            return x.to(device) if isinstance(x, torch.Tensor | BlockMask) else x
 
         layout = None if self.layout is None else Layout(*map(moved, self.layout))
-        tensors = {name: moved(getattr(self, name)) for name in ("kept", "starts", "lengths")}
-        return replace(self, layout=layout, **tensors)
+        return replace(self, layout=layout, **{name: moved(x) for name, x in named.items()})
 
     ndim = 4
     """transformers asks whether a mask is padding still to be looked at, of two dimensions."""

@@ -4,12 +4,14 @@ are on one."""
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 import torch
 import triton
 from fake_gpu import OnGpu, gpu, tensor  # noqa: F401  (a fixture)
 from families import configured, forget_launches, fresh_launches  # noqa: F401  (a fixture)
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnlib import Score, attention, dispatch, explain, node
 from attnlib.api import Choice
@@ -306,6 +308,16 @@ def test_explain_checks_as_attention_does():
         explain(q, q, q, causal=1)
     with pytest.raises(TypeError):
         explain(q, q, q, True)
+    with pytest.raises(ValueError, match="^q: expected a device on which kernels run, got .*FakeTensor$"):
+        with FakeTensorMode():
+            fake = torch.zeros(1, 1, 8, 64)
+        explain(fake, fake, fake)
+    one = torch.zeros(1, 1, 1, 64, requires_grad=True)
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):
+        with pytest.raises(ValueError, match="^impl: 'decode' has no backward pass"):
+            explain(one, q, q, impl="decode")
+    with pytest.raises(NotImplementedError, match="^explain under torch.compile"):
+        torch.compile(explain, fullgraph=True, backend="eager")(q, q, q)
 
 
 # ---------------------------------------------------------------- configurations of the Hopper kernel

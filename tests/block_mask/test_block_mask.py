@@ -44,6 +44,7 @@ def test_made_of_functions_and_tensors(name, lengths, pieces):
     assert torch.equal(BlockMask.from_mask(expected).to_dense(), expected)
     theirs = create_block_mask(FUNCTIONS[name], 2, 3, *lengths, device="cpu", BLOCK_SIZE=(128, 64))
     assert torch.equal(BlockMask.from_torch(theirs).to_dense(), expected)
+    assert mask.to("cpu") is mask and mask.to("meta").shape == mask.shape
 
 
 def test_full_blocks_of_torch_are_full_whatever_the_function_says():

@@ -14,8 +14,9 @@ transformers = pytest.importorskip("transformers", reason="the optional extra at
 from small_models import SMALL, build, tokens  # noqa: E402
 
 import attnlib.hf  # noqa: E402
-from attnlib import attention  # noqa: E402
+from attnlib import BlockMask, attention  # noqa: E402
 from attnlib.hf import forward  # noqa: E402
+from attnlib.hf.mask import Mask  # noqa: E402
 
 pytestmark = [*INTERPRETER_REMARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 ENCODER, DECODER = SimpleNamespace(is_causal=False), SimpleNamespace(is_causal=True)
@@ -200,6 +201,18 @@ def test_cu_seq_lens_that_lack_something():
     for name in told:
         with pytest.raises(ValueError, match=f"^{name}: expected all of cu_seq_lens_q, .* or none, got None"):
             attnlib.hf.attention_forward(DECODER, q[:1], q[:1], q[:1], None, **told | {name: None})
+    with pytest.raises(ValueError, match="^cu_seq_lens_k: expected a torch.Tensor, got a list"):
+        attnlib.hf.attention_forward(DECODER, q[:1], q[:1], q[:1], None, **told | {"cu_seq_lens_k": [0, 4]})
+    with pytest.raises(ValueError, match="^sliding_window: expected an int or None, got a float"):
+        attnlib.hf.attention_forward(DECODER, q, q, q, None, sliding_window=3.0)
+
+
+def test_all_of_a_mask_goes_to_another_device():
+    seen = torch.ones(5, 5, dtype=torch.bool)
+    mask = Mask(5, 5, kept=seen[:1], block_mask=BlockMask.from_mask(seen), bias=torch.zeros(1, 1, 5, 5))
+    there = mask.to("meta")
+    assert {x.device.type for x in (there.kept, there.block_mask, there.bias)} == {"meta"}
+    assert mask.to(torch.float16) is mask and mask.to("cpu", torch.float16).kept.dtype == torch.bool
 
 
 # ---------------------------------------------------------------- holes and windows

@@ -14,11 +14,12 @@ def unsupported(q, params: DecodeParams) -> None:
 
 def forward(q, k, v, params: DecodeParams) -> tuple[torch.Tensor, torch.Tensor]:
     """(out in the dtype of q, LSE in float32). Waits for the GPU: it reads the lengths."""
-    bounds = tuple(-1 if bound is None else bound for bound in params.window)
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
     for i_b, (keys, values) in enumerate(held(k, v, params, len(q))):
         if keys.shape[1] and q[i_b].numel():
+            window = params.window.clipped(q.shape[2], keys.shape[1])
+            bounds = tuple(-1 if bound is None else bound for bound in window)
             one = q[i_b][None].to(keys.dtype), keys[None], values[None]
             b_out, b_lse = attention_fp64(*one, window=bounds, sm_scale=params.sm_scale)
             out[i_b], lse[i_b] = b_out[0], b_lse[0]

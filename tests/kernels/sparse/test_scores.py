@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -117,6 +119,15 @@ def test_slopes_that_change_before_the_backward_pass_are_an_error(device):
         out.sum().backward()
 
 
+def test_slopes_that_require_grad_by_now_are_an_error(device):
+    q, k, v = tensors(1, 2, 20, 64, device=device)
+    slopes = torch.tensor([0.5, 0.25], device=device)
+    score = Score(alibi=slopes)
+    slopes.requires_grad_()
+    with pytest.raises(ValueError, match="^score.alibi: expected slopes that do not require grad"):
+        attention(q, k, v, score=score, impl="reference")
+
+
 @pytest.mark.parametrize("part", ["alibi", "sinks", "bias", "relative"])
 def test_a_tangent_of_a_score_is_an_error(part, device):
     q, k, v = tensors(1, 2, 20, 64, device=device)
@@ -180,3 +191,9 @@ def test_a_function_may_be_nan_for_queries_that_do_not_exist(device):
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     for x, y in zip(found, wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+    # And a bias that these queries share.
+    bias = torch.zeros(1, 1, 1, k.shape[2], device=device, requires_grad=True)
+    with_bias = replace(own, bias=bias)
+    found = torch.autograd.grad(attention(q, k, v, score=with_bias, impl="triton").square().sum(), bias)[0]
+    out = torch.softmax(q @ k.mT * 0.25 * factors + bias, -1) @ v
+    torch.testing.assert_close(found, torch.autograd.grad(out.square().sum(), bias)[0], rtol=1e-3, atol=1e-3)
