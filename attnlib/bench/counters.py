@@ -210,9 +210,9 @@ def stall_shares(kernels: Sequence[Kernel]) -> dict[str, float]:
 def counted(kernels: Sequence[Kernel]) -> dict[str, float | None]:
     """Sums of these launches, percentages weighted by time, and the hit rate of L2 weighted by bytes."""
     times = [kernel.get(SUMS["time_us"]) or 0 for kernel in kernels]
-    sectors = [kernel.get(SUMS["l2_bytes"]) or 0 for kernel in kernels]
+    l2_bytes = [kernel.get(SUMS["l2_bytes"]) or 0 for kernel in kernels]
     fields = merged(kernels, SUMS) | merged(kernels, PERCENT, times)
-    return fields | merged(kernels, {"l2_hit_pct": L2_HIT}, sectors)
+    return fields | merged(kernels, {"l2_hit_pct": L2_HIT}, l2_bytes)
 
 
 def launches(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:

@@ -48,7 +48,8 @@ def choose(call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
 
 @contextlib.contextmanager
 def compile_share(share: int, shares: int) -> Iterator[None]:
-    """Within it kernels that Triton tunes are not launched, and one configuration of `shares` is compiled."""
+    """Within it kernels that Triton tunes are not launched, and of every `shares` configurations one is
+    compiled, number `share`."""
     from triton.runtime.autotuner import Autotuner
 
     numbers = itertools.count()

@@ -79,8 +79,8 @@ def row_parallel_output(
     Raises:
         TypeError, ValueError: an argument does not fit, here; or options or shapes differ between ranks, on
             all of them.
-        RuntimeError: another rank had an error, died, or did not come within `timeout`; or torch.distributed
-            is not initialized.
+        RuntimeError: another rank had an error, died, or did not come within `timeout`; torch.distributed
+            is not initialized; or a second derivative was asked for.
 
     Example, under torchrun:
         >>> y = row_parallel_output(q, k, v, projection.weight, causal=True)

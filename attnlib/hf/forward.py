@@ -86,6 +86,7 @@ def attention_forward(
 
     Raises:
         ValueError: by the name of an argument that asks for something else.
+        TypeError, ValueError: as `attnlib.attention`, where `scaling` is called sm_scale and `query` q.
     """
     check_unknown(others)
     if dropout:

@@ -29,7 +29,8 @@ def span(lengths, starts, o_b, inside, S):
 @triton.jit
 def tiles_of(length, start, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr, IDLE: tl.constexpr):
     """(the first tile in sight, how many there are): at least one, so that a program writes each row; and
-    IDLE more at the end, which have no keys and take no time: they stand for what beginning a pair takes."""
+    IDLE more at the end. These have no keys and cost nothing; they stand for the time that beginning a pair
+    takes when shares are made."""
     first = (tl.maximum(start, length - S_Q - left) if left is not None else start) // BLOCK_N
     return first, tl.maximum(tl.cdiv(length, BLOCK_N) - first, 1) + IDLE
 

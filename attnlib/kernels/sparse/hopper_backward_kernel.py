@@ -249,9 +249,9 @@ def attention_sparse_backward_hopper(
     bias_ptr,  # of query 0 and key 0; this and the next four are None without
     bias_b, bias_h, bias_m,  # its strides; that of keys is plan.bias_n
     S_k,
-    qk_scale,  # sm_scale * log2(e); of capped scores the cap times log2(e)
-    inner,  # sm_scale over the soft cap, None without; a function, and the next one, as in the forward kernel
-    after,
+    qk_scale,  # sm_scale * log2(e); behind a function log2(e), behind a cap that times the cap
+    inner,  # sm_scale before a function; over the soft cap without; None without either
+    after,  # one over the soft cap where there is a function, too; None else
     sm_scale,
     place,  # of query 0 among the keys, for ALiBi; None without
     S_q,
