@@ -1,6 +1,7 @@
 """Which kernel runs a call, and the call: forward and backward, on arguments that were checked."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -121,7 +122,7 @@ def entmax(
     """(out, tau, flags) of `attention_entmax`. ValueError if an implementation is asked for that can't run
     it."""
     q, k, v = (x.resolve_neg() for x in (q, k, v))
-    family = _entmax_family(q, params.impl)
+    family = ENTMAX[first_of(ENTMAX, params.impl, q)]
     if nothing_to_do(q, k):
         tau = torch.full(lse_shape(q), math.inf, dtype=torch.float32, device=q.device)
         words = entmax_flags(q, k, params.impl, params.varlen)
@@ -148,20 +149,22 @@ def entmax_backward(
     d_out, q, k, v, out = (x.resolve_neg() for x in (d_out.to(q.dtype), q, k, v, out))
     if nothing_to_do(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    return _entmax_family(q, params.impl).backward(d_out, q, k, v, out, tau, flags, params)
+    return ENTMAX[first_of(ENTMAX, params.impl, q)].backward(d_out, q, k, v, out, tau, flags, params)
 
 
 def entmax_flags(q: torch.Tensor, k: torch.Tensor, impl: str | None, varlen: Varlen | None = None) -> int:
     """How many int32 words of flags `entmax` leaves for the backward pass."""
-    return _entmax_family(q, impl).flags_size(q.shape, k.shape, varlen)
+    return ENTMAX[first_of(ENTMAX, impl, q)].flags_size(q.shape, k.shape, varlen)
 
 
-def _entmax_family(q: torch.Tensor, impl: str | None):
-    for name, family in ENTMAX.items():
+def first_of(families: Mapping[str, Any], impl: str | None, *call: Any) -> str:
+    """The name of the first of these families that can run a call, or of the one that was asked for.
+    ValueError if that can't."""
+    for name, family in families.items():
         if impl in (None, name):
-            why_not = family.unsupported(q)
+            why_not = family.unsupported(*call)
             if why_not is None:
-                return family
+                return name
             if impl is not None:
                 raise ValueError(f"impl: {impl!r} {why_not}")
     raise AssertionError("the last family runs every call")
@@ -180,14 +183,7 @@ def bsfa(
         lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
         kept = torch.zeros(bsfa_blocks(q, k), dtype=torch.bool, device=q.device)
         return torch.zeros_like(q), lse, kept
-    for name, family in BSFA.items():
-        if impl in (None, name):
-            why_not = family.unsupported(q, k, v, params)
-            if why_not is None:
-                return family.forward(q, k, v, params)
-            if impl is not None:
-                raise ValueError(f"impl: {impl!r} {why_not}")
-    raise AssertionError("the last family runs every call")
+    return BSFA[first_of(BSFA, impl, q, k, v, params)].forward(q, k, v, params)
 
 
 def bsfa_blocks(q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:

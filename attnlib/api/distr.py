@@ -9,7 +9,7 @@ import torch
 
 from attnlib.api.inference import refuse_derivatives, refuse_transformations
 from attnlib.arguments.distr import DistrOptions, check_distr
-from attnlib.dispatch import nothing_to_do
+from attnlib.dispatch import first_of, nothing_to_do
 from attnlib.kernels import DISTR, GROUPERS
 from attnlib.kernels.common.distr import Grouping, Hashed
 from attnlib.params import Params, mask_window
@@ -77,7 +77,7 @@ def attention_distr(
     refuse_transformations("attention_distr")
     check_distr(q, k, v, DistrOptions(group, causal, seed, sm_scale, hashed, rows, impl))
     refuse_derivatives("attention_distr", q=q, k=k, v=v)
-    name = _implementation(q, impl)
+    name = first_of(DISTR, impl, q)
     if nothing_to_do(q, k):
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
     q, k, v = (x.detach().resolve_neg() for x in (q, k, v))
@@ -87,15 +87,3 @@ def attention_distr(
         rows = None  # one part has all queries
     grouped = grouper.group(q, k, Grouping(group, hashed, rows, seed), causal)
     return DISTR[name].forward(grouped, v, Params(mask_window(causal, None), scale))
-
-
-def _implementation(q: torch.Tensor, impl: str | None) -> str:
-    """The first that can run a call, or the one that was asked for. ValueError if that can't."""
-    for name, family in DISTR.items():
-        if impl in (None, name):
-            lacks = family.unsupported(q)
-            if lacks is None:
-                return name
-            if impl is not None:
-                raise ValueError(f"impl: {impl!r} {lacks}")
-    raise AssertionError("the last implementation runs every call")

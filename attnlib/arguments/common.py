@@ -120,6 +120,19 @@ def check_choice(name: str, value, choices: tuple[str, ...], more: str = "") -> 
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
+def check_head_dim(name: str, head_dim: int, most: int = MAX_HEAD_DIM) -> None:
+    if not 8 <= head_dim <= most or head_dim % 8:
+        raise ValueError(
+            f"{name}: expected a head dimension that is a multiple of 8 from 8 to {most}, got {head_dim}"
+        )
+
+
+def check_groups(name: str, heads: int, kv_heads: int) -> None:
+    """That each of the key heads, in the argument with this name, is shared by as many query heads."""
+    if heads and (not kv_heads or heads % kv_heads):
+        raise ValueError(f"{name}: expected a number of heads that divides q's {heads}, got {kv_heads}")
+
+
 # ---------------------------------------------------------------- what messages and compilers need
 
 

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import torch
 
 from attnlib.arguments.common import (
-    MAX_HEAD_DIM,
     check_common,
     check_dense,
     check_forms,
+    check_groups,
+    check_head_dim,
     check_int32,
     check_tensors,
     type_name,
@@ -67,16 +68,12 @@ def _check_decode_shapes(q: torch.Size, k: torch.Size, v: torch.Size, paged: boo
     (batch, heads, queries, head_dim), (first, kv_heads, size, width) = q, k
     if not 1 <= queries <= MOST_QUERIES:
         raise ValueError(f"q: expected 1 to {MOST_QUERIES} queries of each sequence, got {queries}")
-    if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
-        raise ValueError(
-            f"q: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}"
-        )
+    check_head_dim("q", head_dim)
     if not paged and first != batch:
         raise ValueError(f"k_cache: expected batch size {batch} as q has, got {first}")
     if width != head_dim:
         raise ValueError(f"k_cache: expected head dimension {head_dim} as q has, got {width}")
-    if heads and (not kv_heads or heads % kv_heads):
-        raise ValueError(f"k_cache: expected a number of heads that divides q's {heads}, got {kv_heads}")
+    check_groups("k_cache", heads, kv_heads)
     if paged and (size < SMALLEST_PAGE or int(size) & (int(size) - 1)):
         raise ValueError(f"k_cache: expected pages of 16, 32, 64 ... keys (dimension 2), got {size}")
     if v != k:

@@ -4,7 +4,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnlib.arguments.common import check_choice, check_scale, check_tensors, type_name
+from attnlib.arguments.common import (
+    check_choice,
+    check_groups,
+    check_head_dim,
+    check_scale,
+    check_tensors,
+    type_name,
+)
 
 MAX_HEAD_DIM = 128
 MAX_GROUP = 16
@@ -55,10 +62,7 @@ def check_distr(q, k, v, options: DistrOptions) -> None:
 
 
 def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
-    if not 8 <= q[3] <= MAX_HEAD_DIM or q[3] % 8:
-        raise ValueError(
-            f"q: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {q[3]}"
-        )
+    check_head_dim("q", q[3], MAX_HEAD_DIM)
     for name, shape in (("k", k), ("v", v)):
         if shape[0] != q[0]:
             raise ValueError(f"{name}: expected batch size {q[0]} as q has, got {shape[0]}")
@@ -66,8 +70,7 @@ def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
             raise ValueError(f"{name}: expected head dimension {q[3]} as q has, got {shape[3]}")
     if v != k:
         raise ValueError(f"v: expected shape {tuple(k)} as k has, got {tuple(v)}")
-    if q[1] and (not k[1] or q[1] % k[1]):
-        raise ValueError(f"k: expected a number of heads that divides q's {q[1]}, got {k[1]}")
+    check_groups("k", q[1], k[1])
 
 
 def _check_int(name: str, value, least: int, most: int) -> None:

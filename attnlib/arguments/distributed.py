@@ -3,12 +3,11 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from attnlib.arguments.common import check_common, type_name
+from attnlib.arguments.common import check_choice, check_common, type_name
 from attnlib.arguments.exact import Options, check, check_varlen
 from attnlib.params import Varlen
 
 METHODS = "ring", "all_gather", "ulysses", "auto"
-_METHODS = "expected 'ring', 'all_gather', 'ulysses' or 'auto'"
 
 
 def check_distributed(q, k, v, options: Options, divisor: int) -> None:
@@ -46,10 +45,7 @@ def check_distributed_varlen(q, k, v, varlen: Varlen, options: Options, ranks: i
 
 def check_method(method, q_heads: int, kv_heads: int, ranks: int) -> None:
     """method; `ranks` among which "ulysses" shares out the heads."""
-    if not isinstance(method, str):
-        raise TypeError(f"method: {_METHODS}, got {type_name(method)}")
-    if method not in METHODS:
-        raise ValueError(f"method: {_METHODS}, got {method!r}")
+    check_choice("method", method, METHODS)
     check_heads(q_heads, kv_heads, ranks if method == "ulysses" else 1)
 
 

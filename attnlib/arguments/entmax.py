@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnlib.arguments.common import certain, check_common, type_name
+from attnlib.arguments.common import certain, check_choice, check_common, type_name
 from attnlib.arguments.exact import Options, check_varlen
 from attnlib.arguments.exact import check as check_exact
 from attnlib.params import Varlen
@@ -13,7 +13,6 @@ LEAST_ALPHA = 1 + 2.0**-10
 """Below it p = 1 / (alpha - 1) magnifies the rounding of scores to more than 2^-13 of a weight."""
 _ALPHA = "expected a number from 1 + 2^-10 to 2 (softmax, alpha = 1, is attention)"
 _NO_OPTIONS = Options()
-_IMPLEMENTATIONS = "expected 'triton', 'reference' or None"
 
 
 class EntmaxOptions(NamedTuple):
@@ -48,7 +47,4 @@ def check_entmax(
     if return_tau is not True and return_tau is not False:
         raise TypeError(f"return_tau: expected a bool, got {type_name(return_tau)}")
     if impl is not None:
-        if not isinstance(impl, str):
-            raise TypeError(f"impl: {_IMPLEMENTATIONS}, got {type_name(impl)}")
-        if impl not in ("triton", "reference"):
-            raise ValueError(f"impl: {_IMPLEMENTATIONS}, got {impl!r}")
+        check_choice("impl", impl, ("triton", "reference"), " or None")

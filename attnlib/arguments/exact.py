@@ -5,7 +5,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnlib.arguments.common import MAX_HEAD_DIM, check_common, check_tensors, type_name
+from attnlib.arguments.common import (
+    check_choice,
+    check_common,
+    check_groups,
+    check_head_dim,
+    check_tensors,
+    type_name,
+)
 from attnlib.arguments.masks import check_block_mask
 from attnlib.arguments.offsets import check_varlen_form
 from attnlib.arguments.scores import check_functions, check_score
@@ -77,13 +84,8 @@ def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size, own_values: bool)
         but = " but for its head dimension" if v[-1] != head_dim else ""
         raise ValueError(f"v: expected shape {(*k[:-1], v[-1])} as k has{but}, got {tuple(v)}")
     for name, columns in (("q", head_dim), ("v", v[-1])):
-        if not 8 <= columns <= MAX_HEAD_DIM or columns % 8:
-            raise ValueError(
-                f"{name}: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got "
-                f"{columns}"
-            )
-    if heads and (not kv_heads or heads % kv_heads):
-        raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {kv_heads}")
+        check_head_dim(name, columns)
+    check_groups("k", heads, kv_heads)
 
 
 _check_shapes_once = lru_cache(1024)(_check_shapes)  # lengths may change from call to call without an end
@@ -95,10 +97,4 @@ def _check_options(options: Options, symbols: bool) -> None:
     if deterministic is not True and deterministic is not False:
         raise TypeError(f"deterministic: expected a bool, got {type_name(deterministic)}")
     if impl is not None:
-        if not isinstance(impl, str):
-            raise TypeError(f"impl: {_IMPLEMENTATIONS}, got {type_name(impl)}")
-        if impl not in ("decode", "hopper", "triton", "reference"):
-            raise ValueError(f"impl: {_IMPLEMENTATIONS}, got {impl!r}")
-
-
-_IMPLEMENTATIONS = "expected 'decode', 'hopper', 'triton', 'reference' or None"
+        check_choice("impl", impl, ("decode", "hopper", "triton", "reference"), " or None")

@@ -6,10 +6,11 @@ import torch
 
 from attnlib.arguments.common import (
     DTYPES,
-    MAX_HEAD_DIM,
     check_choice,
     check_common,
     check_dense,
+    check_groups,
+    check_head_dim,
     type_name,
 )  # fmt: skip
 from attnlib.arguments.offsets import check_longest, check_offsets_form, check_varlen_form
@@ -111,11 +112,7 @@ def _check_tensor(name: str, x, varlen_call: bool, expected: str = "a torch.Tens
         raise ValueError(f"{name}: expected {dims}, got shape {tuple(x.shape)}")
     if x.dtype not in DTYPES:
         raise TypeError(f"{name}: expected dtype float16, bfloat16 or float32, got {x.dtype}")
-    if not 8 <= x.shape[-1] <= MAX_HEAD_DIM or x.shape[-1] % 8:
-        raise ValueError(
-            f"{name}: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got "
-            f"{x.shape[-1]}"
-        )
+    check_head_dim(name, x.shape[-1])
 
 
 def _check_dtypes(q, k, v) -> None:
@@ -135,8 +132,7 @@ def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) ->
             raise ValueError(f"{name}: expected head dimension {q[-1]} as q has, got {shape[-1]}")
     if tuple(v) != tuple(k):
         raise ValueError(f"v: expected shape {tuple(k)} as k has, got {tuple(v)}")
-    if q[1] and (not k[1] or q[1] % k[1]):
-        raise ValueError(f"k: expected a number of heads that divides q's {q[1]}, got {k[1]}")
+    check_groups("k", q[1], k[1])
 
 
 def _check_varlen(q, k, v, varlen: Varlen) -> None:

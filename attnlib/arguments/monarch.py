@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 import torch
 
 from attnlib.arguments.common import (
-    MAX_HEAD_DIM,
     check_choice,
     check_dense,
+    check_groups,
+    check_head_dim,
     check_scale,
     check_tensors,
     type_name,
@@ -33,18 +34,14 @@ def check_monarch(q, k, v, options: MonarchOptions) -> None:
     wrong."""
     check_tensors(q, k, v, "4 dimensions (B, H, N, D)", 4)
     (batch, heads, tokens, head_dim), (first, kv_heads, keys, width) = q.shape, k.shape
-    if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
-        raise ValueError(
-            f"q: expected a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}"
-        )
+    check_head_dim("q", head_dim)
     if first != batch:
         raise ValueError(f"k: expected batch size {batch} as q has, got {first}")
     if keys != tokens:
         raise ValueError(f"k: expected {tokens} tokens as q has, which are its queries too, got {keys}")
     if width != head_dim:
         raise ValueError(f"k: expected head dimension {head_dim} as q has, got {width}")
-    if heads and (not kv_heads or heads % kv_heads):
-        raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {kv_heads}")
+    check_groups("k", heads, kv_heads)
     if v.shape != k.shape:
         raise ValueError(f"v: expected shape {tuple(k.shape)} as k has, got {tuple(v.shape)}")
     block, steps, pad, key_mask, sm_scale, impl = options

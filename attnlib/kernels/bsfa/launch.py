@@ -9,7 +9,7 @@ from attnlib.kernels.bsfa.configs import BsfaTile, bsfa_tile
 from attnlib.kernels.common import device
 from attnlib.kernels.common.bsfa import KEYS, ROWS, grid_of
 from attnlib.kernels.common.descriptors import Made, given, lse_for, made_like, readable
-from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
+from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part, check_size
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
 from attnlib.params import BsfaParams, Params, mask_window
 
@@ -129,15 +129,6 @@ def prepare_maxima(call: Signature) -> Launches:
         options=options,
     )
     return Launches([launch], call.device, ("q", "k", "maxima"))
-
-
-def check_size(call: Signature, programs: int) -> None:
-    _, _, _, S_q, S_k = call.dimensions()
-    if max(programs, S_q, S_k) >= LIMIT:
-        raise ValueError(
-            f"q, k: expected fewer than 2^31 rows, keys and blocks of rows over all heads, got {S_q}, {S_k} "
-            f"and {programs}"
-        )
 
 
 def _common(call: Signature) -> tuple[tuple[int, int, int], dict, dict, dict]:

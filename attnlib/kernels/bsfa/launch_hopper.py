@@ -5,12 +5,12 @@ from functools import lru_cache
 import torch
 
 from attnlib.kernels.bsfa.configs import HopperBsfaConfig, hopper_bsfa_config
-from attnlib.kernels.bsfa.launch import TENSORS, Limits, Plan, call_of, check_size, limits_of, made_for
+from attnlib.kernels.bsfa.launch import TENSORS, Limits, Plan, call_of, limits_of, made_for
 from attnlib.kernels.common import counters, device
 from attnlib.kernels.common.bsfa import KEYS
 from attnlib.kernels.common.descriptors import given, made_like
 from attnlib.kernels.common.hopper_gpu import HALF
-from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part
+from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part, check_size
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale
 from attnlib.params import BsfaParams
 

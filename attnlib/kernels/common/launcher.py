@@ -20,6 +20,7 @@ from attnlib.kernels.common import direct
 from attnlib.kernels.common.descriptors import Window
 from attnlib.kernels.common.device import current_stream, make_context_current
 from attnlib.kernels.common.direct import Place
+from attnlib.kernels.common.signature import Signature
 
 LIMIT = 2**31  # numbers of blocks, rows and keys are int32
 GRID_YZ = 65535  # programs that a grid may have along y and z
@@ -31,6 +32,16 @@ _compiled: dict[tuple, Any] = {}
 _set_aside: list[dict[tuple, Any]] = []
 """What `replaced` had compiled: from triton 3.8 on a kernel is unloaded with its object, and what was packed
 for `direct` may be launched again."""
+
+
+def check_size(call: Signature, programs: int) -> None:
+    """That rows, keys and programs of a launch can be counted in int32. ValueError if they can't."""
+    _, _, _, S_q, S_k = call.dimensions()
+    if max(programs, S_q, S_k) >= LIMIT:
+        raise ValueError(
+            f"q, k: expected fewer than 2^31 rows, keys and blocks of rows over all heads, got {S_q}, {S_k} "
+            f"and {programs}"
+        )
 
 
 def compiled_kernels() -> dict[str, list[Any]]:

@@ -9,7 +9,7 @@ from attnlib.kernels.common import backward_plan, device
 from attnlib.kernels.common.backward_plan import BackwardPlan, gradients_like
 from attnlib.kernels.common.descriptors import given
 from attnlib.kernels.common.launch_preprocess import Preprocess, preprocess
-from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part
+from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part, check_size
 from attnlib.kernels.common.signature import PREPARED, Signature
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.sparse.configs import SparseTile
@@ -19,7 +19,6 @@ from attnlib.kernels.sparse.launch_forward import (
     STEP,
     TILE,
     bias_part,
-    check_size,
     constants_of,
     mask_strides,
     score_scalars,

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 import torch
 
 from attnlib.kernels.common.launch_preprocess import Preprocess
-from attnlib.kernels.common.launcher import Descriptor, Launch, Part
+from attnlib.kernels.common.launcher import Descriptor, Launch, Part, check_size
 from attnlib.kernels.common.signature import Signature
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.sparse.configs import SparseTile
 from attnlib.kernels.sparse.launch_forward import (
     TILE,
     bias_part,
-    check_size,
     constants_of,
     mask_strides,
     score_scalars,

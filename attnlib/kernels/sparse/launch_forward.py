@@ -7,7 +7,7 @@ import torch
 
 from attnlib.kernels.common import device
 from attnlib.kernels.common.descriptors import Made, describable, given, lse_for, made_like, readable
-from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
+from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part, check_size
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature, exp2_scale, signature
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.sparse.configs import SparseTile
@@ -125,15 +125,6 @@ def score_scalars(call: Signature) -> dict[str, float | None]:
         strides = call.score.strides or strides
     names = "bias_b", "bias_h", "bias_m"
     return {"qk_scale": scale, "cap": cap, "after": after, **dict(zip(names, strides, strict=False))}
-
-
-def check_size(call: Signature, programs: int) -> None:
-    _, _, _, S_q, S_k = call.dimensions()
-    if max(programs, S_q, S_k) >= LIMIT:
-        raise ValueError(
-            f"q, k: expected fewer than 2^31 rows, keys and blocks of rows over all heads, got {S_q}, {S_k} "
-            f"and {programs}"
-        )
 
 
 def mask_strides(call: Signature) -> dict[str, int]:

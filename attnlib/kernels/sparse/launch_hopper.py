@@ -8,7 +8,7 @@ import torch
 from attnlib.kernels.common import counters, device
 from attnlib.kernels.common.descriptors import Made, Window, given, lse_for, made_like
 from attnlib.kernels.common.hopper_gpu import HALF
-from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part
+from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part, check_size
 from attnlib.kernels.common.signature import LOG2_E, PREPARED, Signature, exp2_scale, signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.sparse.configs_hopper import HopperSparseConfig
@@ -18,7 +18,6 @@ from attnlib.kernels.sparse.launch_forward import (
     SCORES,
     TILE,
     bias_part,
-    check_size,
     mask_strides,
     tensors_of,
 )

@@ -10,12 +10,12 @@ from attnlib.kernels.common import device
 from attnlib.kernels.common.descriptors import Window
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launch_preprocess import Preprocess
-from attnlib.kernels.common.launcher import Descriptor, Launch, Part
+from attnlib.kernels.common.launcher import Descriptor, Launch, Part, check_size
 from attnlib.kernels.common.signature import LOG2_E, Signature
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.sparse.configs_hopper import HopperBiasConfig
 from attnlib.kernels.sparse.hopper_bias import bias_scalars
-from attnlib.kernels.sparse.launch_forward import TILE, bias_part, check_size, mask_strides
+from attnlib.kernels.sparse.launch_forward import TILE, bias_part, mask_strides
 from attnlib.scores import ScoreForm
 
 KERNEL = "attnlib.kernels.sparse.hopper_bias_kernel.attention_sparse_bias_gradient_hopper"
