@@ -164,6 +164,20 @@ def test_a_scale_or_a_window_computed_in_the_graph(device):
             call(q, torch.tensor([1, 2]))
 
 
+def test_a_window_computed_in_the_graph_whose_sign_is_said(device):
+    q, k, v = small(device=device)
+
+    def call(q, x):
+        left = x.sum().item()
+        torch._check(left >= 0)
+        return attention(q, k, v, window=(left, 0))
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(call, backend=BACKEND, fullgraph=True)
+        for bounds in ((1, 2), (2, 6)):
+            assert torch.equal(compiled(q, torch.tensor(bounds)), attention(q, k, v, window=(sum(bounds), 0)))
+
+
 def test_a_longest_sequence_computed_in_an_exported_graph(device):
     class VarlenModule(torch.nn.Module):
         def forward(self, q, k, v, cu_q, cu_k):
