@@ -85,8 +85,7 @@ _made: dict[tuple[Callable, int, torch.device], torch.Tensor] = {}
 
 
 def _kept(make: Callable) -> Callable:
-    """The function, whose results stay: a captured graph has their addresses. But what is made under capture
-    has no values before that graph runs, and is for it alone."""
+    """The function, whose results stay: a captured graph has their addresses."""
 
     @wraps(make)
     def found(tail: int, device: torch.device) -> torch.Tensor:
@@ -94,8 +93,7 @@ def _kept(make: Callable) -> Callable:
         words = _made.get(key)
         if words is None:
             words = make(tail, device)
-            if not tiling.under_capture(device):
-                tiling.settle(device)
+            if tiling.settled(device):
                 _made[key] = words
         return words
 

@@ -42,14 +42,24 @@ def is_short(steps: float, fine: float, bits: bool) -> bool:
     return steps <= 5.5 or 1.025 * fine < steps <= 10
 
 
-class _settled(cached_property):
-    """A cached_property whose tensors are there for all streams."""
+class _kept(cached_property):
+    """A cached_property of tensors, without those that are made under capture."""
+
+    def _keeps(self, device: torch.device) -> bool:
+        return not tiling.under_capture(device)
 
     def __get__(self, instance, owner=None):
         found = super().__get__(instance, owner)
-        if instance is not None:
-            tiling.settle(instance._grid.device)
+        if instance is not None and not self._keeps(instance.device):
+            del instance.__dict__[self.attrname]
         return found
+
+
+class _settled(_kept):
+    """The same, whose tensors are there for all streams."""
+
+    def _keeps(self, device: torch.device) -> bool:
+        return tiling.settled(device)
 
 
 class Form(NamedTuple):
@@ -97,7 +107,7 @@ class BlockMask:
         self._grid, self._chosen, self._order = grid, chosen, order
         if tiles is not None:
             self._tiles = Tiles(*map(unwrapped, tiles))
-            tiling.settle(grid.device)
+            tiling.settled(grid.device)
         self._lists: dict[tuple[int, bool, int], Lists] = {}
         self._within: dict[MaskWindow, BlockMask] = {}
         self.shape, self.device = tuple(grid[:4]), grid.device
@@ -313,7 +323,7 @@ class BlockMask:
         full = self._tiles.kinds[b, h, 2 * down, 2 * across] == FULL
         return torch.where((slots < 0)[:, None, None], full[:, None, None], found)
 
-    @cached_property
+    @_kept
     def _tiles(self) -> Tiles:
         return self._chosen.tiles()
 
@@ -352,10 +362,8 @@ class BlockMask:
         found = self._lists.get(key)
         if found is None:
             found = self._made_lists(*key)
-            if self._chosen is None:
-                tiling.settle(self._grid.device)
-            # What is made under capture has no values before that graph runs, and is for it alone.
-            if self._chosen is None or not tiling.under_capture(self._grid.device):
+            waits = self._chosen is None
+            if tiling.settled(self.device) if waits else not tiling.under_capture(self.device):
                 self._lists[key] = found
         return found
 

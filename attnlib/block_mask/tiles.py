@@ -31,11 +31,14 @@ def under_capture(device: torch.device) -> bool:
     return device.type == "cuda" and capturing(device.index)
 
 
-def settle(device: torch.device) -> None:
-    """What a mask keeps may be used on every stream: wait until what was just made is there. Not under
-    capture, where nothing may wait."""
-    if device.type == "cuda" and not under_capture(device):
+def settled(device: torch.device) -> bool:
+    """Whether what was just made may be kept, for every stream: waits until it is there. False under capture,
+    where nothing may wait: it has no values before that graph runs, and is for it alone."""
+    if under_capture(device):
+        return False
+    if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+    return True
 
 
 class Grid(NamedTuple):

@@ -329,3 +329,13 @@ def test_a_mask_that_is_gone_is_an_error():
     gc.collect()
     with pytest.raises(ValueError, match="^block_mask: expected a mask that is alive"):
         by_handle(handle)
+
+
+@pytest.mark.parametrize("name", ["words_of_columns", "_halves", "short_words_of_columns"])
+def test_what_is_made_under_capture_is_not_kept(name, monkeypatch):
+    mask = BlockMask.from_function(FUNCTIONS["documents"], 300, 300)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiles, "under_capture", lambda device: True)
+        captured = getattr(mask, name)
+    kept = getattr(mask, name)
+    assert kept is not captured and torch.equal(kept, captured) and getattr(mask, name) is kept
