@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+from captured import captured, side_by_side
 from cases import judge_forward
 from sparse_cases import CASES, FUNCTIONS, check_backward, check_forward
 
@@ -167,14 +169,7 @@ def test_a_training_step_in_a_cuda_graph(head_dim):
     shape = 1, 16, 2048, head_dim
     tensors = [torch.randn(shape, device="cuda").half() for _ in range(4)]
     mask = BlockMask.from_function(FUNCTIONS["causal"], 2048, 2048, device="cuda")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        training_step(*tensors, mask)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = training_step(*tensors, mask)
+    graph, found = captured(lambda: training_step(*tensors, mask))
     for _ in range(3):
         for x in tensors:
             x.copy_(torch.randn(shape, device="cuda"))
@@ -188,14 +183,7 @@ def test_training_steps_on_two_streams():
     made = [[torch.randn(1, 16, 2048, 128, device="cuda").half() for _ in range(4)] for _ in range(2)]
     mask = BlockMask.from_function(FUNCTIONS["causal"], 2048, 2048, device="cuda")
     expected = [training_step(*tensors, mask) for tensors in made]
-    streams = [torch.cuda.Stream() for _ in made]
-    torch.cuda.synchronize()
-    for _ in range(5):
-        found = []
-        for stream, tensors in zip(streams, made, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(training_step(*tensors, mask))
-        torch.cuda.synchronize()
+    for found in side_by_side([partial(training_step, *tensors, mask) for tensors in made], 5):
         for mine, other in zip(found, expected, strict=True):
             close(mine, other)
 

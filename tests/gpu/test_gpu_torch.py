@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from captured import captured, side_by_side
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -105,30 +108,10 @@ def test_streams_side_by_side():
     """Eight streams at once, each with its own inputs; the backward pass follows on the forward's stream."""
     cases = [make(seed) for seed in range(8)]
     alone = [step(*case, deterministic=True) for case in cases]
-    streams = [torch.cuda.Stream() for _ in cases]
-    torch.cuda.synchronize()
-    for _ in range(3):
-        found = []
-        for case, stream in zip(cases, streams, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(step(*case, deterministic=True))
-        torch.cuda.synchronize()
+    calls = [partial(step, *case, deterministic=True) for case in cases]
+    for found in side_by_side(calls, 3):
         for expected, results in zip(alone, found, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True))
-
-
-def captured(call):
-    """A CUDA graph of `call`, warmed up first, and what it returned when it was captured."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
-    return graph, results
 
 
 def test_a_graph_of_forward_and_backward():
