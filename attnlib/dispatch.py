@@ -95,25 +95,18 @@ def decode(
     if _nothing_to_decode(q, k, params):
         lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
         return torch.zeros_like(q), lse
-    return _decoder(q, params).forward(q, k, v, params)
+    return first_of(DECODERS, None, q, params).forward(q, k, v, params)
 
 
 def prepared_decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: DecodeParams) -> Any:
     """Like `prepared_forward`, for `attention_decode`."""
     if _nothing_to_decode(q, k, params) or q.is_neg() or k.is_neg() or v.is_neg():
         return None
-    return _decoder(q, params).prepared(q, k, v, params)
+    return first_of(DECODERS, None, q, params).prepared(q, k, v, params)
 
 
 def _nothing_to_decode(q: torch.Tensor, k: torch.Tensor, params: DecodeParams) -> bool:
     return nothing_to_do(q, k) or (params.page_table is not None and not params.page_table.numel())
-
-
-def _decoder(q: torch.Tensor, params: DecodeParams) -> ModuleType:
-    for family in DECODERS.values():
-        if family.unsupported(q, params) is None:
-            return family
-    raise AssertionError("the last family runs every call")
 
 
 def entmax(
@@ -122,7 +115,7 @@ def entmax(
     """(out, tau, flags) of `attention_entmax`. ValueError if an implementation is asked for that can't run
     it."""
     q, k, v = (x.resolve_neg() for x in (q, k, v))
-    family = ENTMAX[first_of(ENTMAX, params.impl, q)]
+    family = first_of(ENTMAX, params.impl, q)
     if nothing_to_do(q, k):
         tau = torch.full(lse_shape(q), math.inf, dtype=torch.float32, device=q.device)
         words = entmax_flags(q, k, params.impl, params.varlen)
@@ -149,22 +142,22 @@ def entmax_backward(
     d_out, q, k, v, out = (x.resolve_neg() for x in (d_out.to(q.dtype), q, k, v, out))
     if nothing_to_do(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    return ENTMAX[first_of(ENTMAX, params.impl, q)].backward(d_out, q, k, v, out, tau, flags, params)
+    return first_of(ENTMAX, params.impl, q).backward(d_out, q, k, v, out, tau, flags, params)
 
 
 def entmax_flags(q: torch.Tensor, k: torch.Tensor, impl: str | None, varlen: Varlen | None = None) -> int:
     """How many int32 words of flags `entmax` leaves for the backward pass."""
-    return ENTMAX[first_of(ENTMAX, impl, q)].flags_size(q.shape, k.shape, varlen)
+    return first_of(ENTMAX, impl, q).flags_size(q.shape, k.shape, varlen)
 
 
-def first_of(families: Mapping[str, Any], impl: str | None, *call: Any) -> str:
-    """The name of the first of these families that can run a call, or of the one that was asked for.
-    ValueError if that can't."""
+def first_of(families: Mapping[str, Any], impl: str | None, *call: Any) -> Any:
+    """The first of these families that can run a call, or the one that was asked for. ValueError if that
+    can't."""
     for name, family in families.items():
         if impl in (None, name):
             why_not = family.unsupported(*call)
             if why_not is None:
-                return name
+                return family
             if impl is not None:
                 raise ValueError(f"impl: {impl!r} {why_not}")
     raise AssertionError("the last family runs every call")
@@ -183,7 +176,7 @@ def bsfa(
         lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
         kept = torch.zeros(bsfa_blocks(q, k), dtype=torch.bool, device=q.device)
         return torch.zeros_like(q), lse, kept
-    return BSFA[first_of(BSFA, impl, q, k, v, params)].forward(q, k, v, params)
+    return first_of(BSFA, impl, q, k, v, params).forward(q, k, v, params)
 
 
 def bsfa_blocks(q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:

@@ -77,13 +77,13 @@ def attention_distr(
     refuse_transformations("attention_distr")
     check_distr(q, k, v, DistrOptions(group, causal, seed, sm_scale, hashed, rows, impl))
     refuse_derivatives("attention_distr", q=q, k=k, v=v)
-    name = first_of(DISTR, impl, q)
+    family = first_of(DISTR, impl, q)
     if nothing_to_do(q, k):
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
     q, k, v = (x.detach().resolve_neg() for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    grouper = GROUPERS["reference" if name == "reference" else "triton"]
+    grouper = GROUPERS["reference" if family is DISTR["reference"] else "triton"]
     if rows is not None and rows >= q.shape[2]:
         rows = None  # one part has all queries
     grouped = grouper.group(q, k, Grouping(group, hashed, rows, seed), causal)
-    return DISTR[name].forward(grouped, v, Params(mask_window(causal, None), scale))
+    return family.forward(grouped, v, Params(mask_window(causal, None), scale))

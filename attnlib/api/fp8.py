@@ -11,6 +11,7 @@ import torch
 from attnlib.api.inference import refuse_derivatives, refuse_transformations
 from attnlib.arguments.fp8 import Options, check_fp8, check_quantize
 from attnlib.arguments.offsets import check_offsets_of
+from attnlib.dispatch import first_of
 from attnlib.kernels import FP8, QUANTIZERS
 from attnlib.kernels.common.fp8 import Fp8, Recipe, Role, Scaling, scaled_by_row
 from attnlib.params import Params, Varlen, mask_window
@@ -281,7 +282,7 @@ def _prepared(x: Operand, role: Role, recipe: Recipe, lengths: tuple) -> Fp8:
 
 
 def _quantized(x: torch.Tensor, role: Role, recipe: Recipe, cu_seqlens, max_seqlen) -> Fp8:
-    family = next(family for family in QUANTIZERS.values() if family.unsupported(x.device) is None)
+    family = first_of(QUANTIZERS, None, x.device)
     return family.quantize(_plain(x), role, recipe, cu_seqlens, max_seqlen)
 
 

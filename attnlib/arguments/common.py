@@ -120,6 +120,12 @@ def check_choice(name: str, value, choices: tuple[str, ...], more: str = "") -> 
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
+def check_impl(impl, families: tuple[str, ...]) -> None:
+    """That `impl` names one of these, or is None: the library chooses."""
+    if impl is not None:
+        check_choice("impl", impl, families, " or None")
+
+
 def check_head_dim(name: str, head_dim: int, most: int = MAX_HEAD_DIM) -> None:
     if not 8 <= head_dim <= most or head_dim % 8:
         raise ValueError(

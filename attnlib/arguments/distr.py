@@ -8,6 +8,7 @@ from attnlib.arguments.common import (
     check_choice,
     check_groups,
     check_head_dim,
+    check_impl,
     check_scale,
     check_tensors,
     type_name,
@@ -57,8 +58,7 @@ def check_distr(q, k, v, options: DistrOptions) -> None:
             raise ValueError(f"rows: expected None or a multiple of {ROWS}, got {rows}")
         if hashed == "k":
             raise ValueError(f"rows: expected None where keys are hashed (hashed='k'), got {rows}")
-    if impl is not None:
-        check_choice("impl", impl, IMPLEMENTATIONS, " or None")
+    check_impl(impl, IMPLEMENTATIONS)
 
 
 def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:

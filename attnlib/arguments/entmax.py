@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnlib.arguments.common import certain, check_choice, check_common, type_name
+from attnlib.arguments.common import certain, check_common, check_impl, type_name
 from attnlib.arguments.exact import Options, check_varlen
 from attnlib.arguments.exact import check as check_exact
 from attnlib.params import Varlen
@@ -46,5 +46,4 @@ def check_entmax(
     check_common(causal, None, sm_scale, False, symbols)
     if return_tau is not True and return_tau is not False:
         raise TypeError(f"return_tau: expected a bool, got {type_name(return_tau)}")
-    if impl is not None:
-        check_choice("impl", impl, ("triton", "reference"), " or None")
+    check_impl(impl, ("triton", "reference"))

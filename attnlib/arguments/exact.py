@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 
 from attnlib.arguments.common import (
-    check_choice,
     check_common,
     check_groups,
     check_head_dim,
+    check_impl,
     check_tensors,
     type_name,
 )
@@ -96,5 +96,4 @@ def _check_options(options: Options, symbols: bool) -> None:
     check_common(causal, window, sm_scale, return_lse, symbols)
     if deterministic is not True and deterministic is not False:
         raise TypeError(f"deterministic: expected a bool, got {type_name(deterministic)}")
-    if impl is not None:
-        check_choice("impl", impl, ("decode", "hopper", "triton", "reference"), " or None")
+    check_impl(impl, ("decode", "hopper", "triton", "reference"))

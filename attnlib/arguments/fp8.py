@@ -11,6 +11,7 @@ from attnlib.arguments.common import (
     check_dense,
     check_groups,
     check_head_dim,
+    check_impl,
     type_name,
 )  # fmt: skip
 from attnlib.arguments.offsets import check_longest, check_offsets_form, check_varlen_form
@@ -157,8 +158,7 @@ def _check_options(options: Options) -> None:
     _check_recipe(scaling, rotate, center)
     if out_dtype is not None and out_dtype not in DTYPES:
         raise TypeError(f"out_dtype: expected None, float16, bfloat16 or float32, got {_shown(out_dtype)}")
-    if impl is not None:
-        check_choice("impl", impl, IMPLEMENTATIONS, " or None")
+    check_impl(impl, IMPLEMENTATIONS)
 
 
 def _check_recipe(scaling, rotate, center) -> None:

@@ -9,6 +9,7 @@ from attnlib.arguments.common import (
     check_dense,
     check_groups,
     check_head_dim,
+    check_impl,
     check_scale,
     check_tensors,
     type_name,
@@ -52,8 +53,7 @@ def check_monarch(q, k, v, options: MonarchOptions) -> None:
         _check_mask(key_mask, q)
     if sm_scale is not None:
         check_scale(sm_scale, False)
-    if impl is not None:
-        check_choice("impl", impl, IMPLEMENTATIONS, " or None")
+    check_impl(impl, IMPLEMENTATIONS)
 
 
 def _check_count(name: str, count, expected: str, optional: bool = False) -> None:

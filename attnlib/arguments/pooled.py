@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from attnlib.arguments.common import check_choice, check_common, type_name
+from attnlib.arguments.common import check_common, check_impl, type_name
 from attnlib.arguments.exact import Options
 from attnlib.arguments.exact import check as check_exact
 
@@ -29,5 +29,4 @@ def check_pooled(q, k, v, options: PooledOptions) -> None:
     if block not in BLOCKS:
         raise ValueError(f"block: expected 64 or 128, got {block}")
     check_common(causal, None, sm_scale, False, False)
-    if impl is not None:
-        check_choice("impl", impl, IMPLEMENTATIONS, " or None")
+    check_impl(impl, IMPLEMENTATIONS)

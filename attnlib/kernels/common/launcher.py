@@ -34,13 +34,14 @@ _set_aside: list[dict[tuple, Any]] = []
 for `direct` may be launched again."""
 
 
-def check_size(call: Signature, programs: int) -> None:
-    """That rows, keys and programs of a launch can be counted in int32. ValueError if they can't."""
+def check_size(call: Signature, programs: int, work: str = "blocks of rows") -> None:
+    """That rows, keys and programs of a launch can be counted in int32. ValueError if they can't. work: what
+    a program is for."""
     _, _, _, S_q, S_k = call.dimensions()
     if max(programs, S_q, S_k) >= LIMIT:
         raise ValueError(
-            f"q, k: expected fewer than 2^31 rows, keys and blocks of rows over all heads, got {S_q}, {S_k} "
-            f"and {programs}"
+            f"q, k: expected fewer than 2^31 rows, keys and {work} over all heads, got {S_q}, {S_k} and "
+            f"{programs}"
         )
 
 

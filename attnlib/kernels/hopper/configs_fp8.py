@@ -1,21 +1,15 @@
 """Configurations of the FP8 forward kernel, chosen by a pure function."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from attnlib.kernels.hopper.configs import HopperConfig
-
-
-@dataclass(frozen=True)
-class Fp8Config(HopperConfig):
-    """The same for operands in e4m3."""
-
 
 _THREE = {"joint": True, "consumer_registers": 160, "producer_registers": 32, "max_registers": 128}
 _LATE = {"late_wait": True, "pin": True}
 _CONFIGS = {
-    64: Fp8Config(128, 3, 4, 64, q_columns=64, **_THREE, **_LATE),
-    128: Fp8Config(128, 2, 4, 128, q_columns=128, named=True, **_LATE),
-    256: Fp8Config(128, 2, 2, 128, named=True, **_LATE),
+    64: HopperConfig(128, 3, 4, 64, q_columns=64, **_THREE, **_LATE),
+    128: HopperConfig(128, 2, 4, 128, q_columns=128, named=True, **_LATE),
+    256: HopperConfig(128, 2, 2, 128, named=True, **_LATE),
 }
 
 
@@ -27,7 +21,7 @@ _DENSE = {
 }
 
 
-def fp8_config(width: int, dense: bool = False, crowded: bool = False) -> Fp8Config:
+def fp8_config(width: int, dense: bool = False, crowded: bool = False) -> HopperConfig:
     """The configuration for tiles of 64, 128 or 256 columns. dense: each query of a batch sees all keys; no
     varlen call is. crowded: buffers hold queries of 16 bits and an output of 32, for which there is room if
     that leaves in two halves."""

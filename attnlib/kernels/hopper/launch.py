@@ -16,7 +16,7 @@ from attnlib.kernels.common.forward_plan import (
     pointers_of_result,
 )
 from attnlib.kernels.common.hopper_gpu import HALF
-from attnlib.kernels.common.launcher import LIMIT, Descriptor, Launch, Launches, Part
+from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part, check_size
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
 from attnlib.kernels.hopper.configs import HopperConfig
 from attnlib.params import MaskWindow, Params
@@ -75,11 +75,7 @@ def shared_out(call: Signature, width: int) -> tuple[int, dict[str, float | None
     tiles, heads = blocks_m * B * H, B * H
     if call.varlen:  # the kernel counts them; so many at most: each sequence may end with a part of one
         tiles, heads = (call.q[0] // block_m + B) * H, H
-    if max(tiles, S_q, S_k) >= LIMIT:
-        raise ValueError(
-            f"q, k: expected fewer than 2^31 rows, keys and tiles of {block_m} rows over all heads, "
-            f"got {S_q}, {S_k} and {tiles}"
-        )
+    check_size(call, tiles, f"tiles of {block_m} rows")
     left, right = call.window.clipped(S_q, S_k)
     return min(tiles, max(1, device.num_sms(call.device) - call.spare)), {
         "qk_scale": exp2_scale(call.sm_scale),

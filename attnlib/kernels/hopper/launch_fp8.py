@@ -12,7 +12,8 @@ from attnlib.kernels.common.fp8 import GROUP, ROWS, Fp8
 from attnlib.kernels.common.hopper_gpu import HALF
 from attnlib.kernels.common.launcher import Descriptor, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED, VARLEN_ROWS, Signature, signature
-from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config
+from attnlib.kernels.hopper.configs import HopperConfig
+from attnlib.kernels.hopper.configs_fp8 import fp8_config
 from attnlib.kernels.hopper.launch import KERNEL, mask_of, plan_fields, shared_out
 from attnlib.params import MaskWindow, Params
 
@@ -140,7 +141,7 @@ def descriptors(call: Call) -> dict[str, Descriptor]:
 
 
 def described(
-    windows, width: int, config: Fp8Config, dtype: torch.dtype, varlen: bool,
+    windows, width: int, config: HopperConfig, dtype: torch.dtype, varlen: bool,
     queries: torch.dtype | None = None,
 ) -> dict[str, Descriptor]:
     """The same with these windows."""

@@ -13,7 +13,7 @@ from attnlib.kernels.common.forward_plan import (
     numbers_of_result,
     pointers_of_result,
 )
-from attnlib.kernels.common.launcher import GRID_YZ, LIMIT, Descriptor, Launch, Launches, Part
+from attnlib.kernels.common.launcher import GRID_YZ, Descriptor, Launch, Launches, Part, check_size
 from attnlib.kernels.common.signature import PREPARED, Signature, exp2_scale, signature
 from attnlib.kernels.common.tiles import block_d
 from attnlib.kernels.portable.configs import upwards
@@ -55,11 +55,7 @@ def prepare(call: Signature, narrow: Narrow | None = None) -> ForwardPlan | None
     width = block_d(call.value_dim)
     blocks = -(-S_q // config.block_m)
     programs = blocks * B * H
-    if max(programs, S_q, S_k) >= LIMIT:
-        raise ValueError(
-            f"q, k: expected fewer than 2^31 rows, keys and blocks of {config.block_m} rows over all heads, "
-            f"got {S_q}, {S_k} and {programs}"
-        )
+    check_size(call, programs, f"blocks of {config.block_m} rows")
     qk_width = block_d(call.head_dim) if narrow is None else narrow.columns
     windows = given(call, *narrow_shapes(call, narrow))
     if windows is None:

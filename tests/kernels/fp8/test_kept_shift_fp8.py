@@ -19,7 +19,8 @@ from rising import BLOCKS, N, levels_of
 from attnlib.kernels.common import kept_shift
 from attnlib.kernels.common.fp8 import Fp8
 from attnlib.kernels.hopper import launch_fp8 as launch
-from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config
+from attnlib.kernels.hopper.configs import HopperConfig
+from attnlib.kernels.hopper.configs_fp8 import fp8_config
 from attnlib.kernels.reference import fp8 as reference
 
 pytestmark = INTERPRETER_REMARKS
@@ -64,7 +65,7 @@ def tensors(levels: torch.Tensor, rows: int = 128) -> list[torch.Tensor]:
     return [q, k, v]
 
 
-def forward(q, k, v, config: Fp8Config, mutants=None):
+def forward(q, k, v, config: HopperConfig, mutants=None):
     """(out, LSE) of the kernel and of fp64."""
     params = Call(D, causal=False, sm_scale=SCALE, config=config).params()
     operands = [operand(x, role) for x, role in zip((q, k, v), "qkv", strict=True)]
@@ -73,7 +74,7 @@ def forward(q, k, v, config: Fp8Config, mutants=None):
     return found, reference.forward(*operands, params, torch.float64, reference.Rounding(offset=None))
 
 
-def judge(q, k, v, config: Fp8Config = KEPT, mutants=None) -> None:
+def judge(q, k, v, config: HopperConfig = KEPT, mutants=None) -> None:
     """A weight is rounded by 1/16 at most, where it is not lost beside others; the row sum is exact."""
     (out, lse), (truth, truth_lse) = forward(q, k, v, config, mutants)
     torch.testing.assert_close(out.double(), truth, rtol=1 / 16 + 1e-4, atol=2.0**-15 * N)
@@ -188,7 +189,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("config", [KEPT, LATE], ids=["early", "late"])
-def test_where_scores_rise_little_no_step_takes_the_slow_path(config: Fp8Config) -> None:
+def test_where_scores_rise_little_no_step_takes_the_slow_path(config: HopperConfig) -> None:
     """All weights of a row may be as large as its largest; a sum of all that a thread has would be more."""
     for step in (0.0, 0.1875, -1.0):
         judge(*tensors(rising(step, slice(None))), config, planted(*SLOW))
