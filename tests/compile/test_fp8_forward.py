@@ -14,7 +14,8 @@ from hopper_forward import compile_forward
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
 from attnlib.bench.sass import opcode
 from attnlib.kernels.hopper import launch_fp8 as launch
-from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config
+from attnlib.kernels.hopper.configs import HopperConfig
+from attnlib.kernels.hopper.configs_fp8 import fp8_config
 from attnlib.kernels.hopper.launch import plan_fields
 
 WIDTHS = (64, 128, 256)
@@ -51,7 +52,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SPILLS: dict[tuple[int, str, str], int] = {}
 
 
-def config_of(case: tuple[int, str, str]) -> Fp8Config:
+def config_of(case: tuple[int, str, str]) -> HopperConfig:
     """What such a call has."""
     causal, _, _, _, *others = KINDS[case[1]]
     dense = not causal and not {"varlen", "left"} & set(others)

@@ -43,7 +43,8 @@ from attnlib.bench import records, timing  # noqa: E402
 from attnlib.bench.setting import WINDOW  # noqa: E402
 from attnlib.kernels.common.fp8 import ROWS, Fp8, Recipe  # noqa: E402
 from attnlib.kernels.hopper import launch_fp8 as launch  # noqa: E402
-from attnlib.kernels.hopper.configs_fp8 import Fp8Config, fp8_config  # noqa: E402
+from attnlib.kernels.hopper.configs import HopperConfig  # noqa: E402
+from attnlib.kernels.hopper.configs_fp8 import fp8_config  # noqa: E402
 from attnlib.kernels.reference import fp8 as reference  # noqa: E402
 from attnlib.params import Params, mask_window  # noqa: E402
 
@@ -60,18 +61,18 @@ LARGEST = 1.25
 """The model's RMS error times so much is what a candidate may have."""
 
 
-def three(block_n: int, stages: int, o_columns: int, **options) -> Fp8Config:
+def three(block_n: int, stages: int, o_columns: int, **options) -> HopperConfig:
     registers = {"consumer_registers": 160, "producer_registers": 32, "max_registers": 128}
-    return Fp8Config(block_n, 3, stages, o_columns, **registers, **options)
+    return HopperConfig(block_n, 3, stages, o_columns, **registers, **options)
 
 
-def four(block_n: int, stages: int, o_columns: int, **options) -> Fp8Config:
+def four(block_n: int, stages: int, o_columns: int, **options) -> HopperConfig:
     registers = {"consumer_registers": 112, "producer_registers": 32, "max_registers": 96}
-    return Fp8Config(block_n, 4, stages, o_columns, **registers, **options)
+    return HopperConfig(block_n, 4, stages, o_columns, **registers, **options)
 
 
 LATE = {"late_wait": True, "pin": True}
-CANDIDATES: dict[int, dict[str, Fp8Config]] = {
+CANDIDATES: dict[int, dict[str, HopperConfig]] = {
     64: {
         "3x128": three(128, 4, 64, pin=True, joint=True),
         "3x128 q": three(128, 4, 64, q_columns=64, pin=True, joint=True),
@@ -79,32 +80,32 @@ CANDIDATES: dict[int, dict[str, Fp8Config]] = {
         "3x128 q free": three(128, 4, 64, q_columns=64, joint=True),
         "3x128 q named": three(128, 4, 64, q_columns=64, pin=True, joint=True, named=True),
         "4x64 q pin": four(64, 8, 64, q_columns=64, joint=True, pin=True),
-        "2x128 q late": Fp8Config(128, 2, 4, 64, q_columns=64, joint=True, named=True, **LATE),
+        "2x128 q late": HopperConfig(128, 2, 4, 64, q_columns=64, joint=True, named=True, **LATE),
         "3x128 q kept": three(128, 4, 64, q_columns=64, joint=True, keep_shift=True),
         "3x128 q late kept": three(128, 4, 64, q_columns=64, joint=True, keep_shift=True, **LATE),
-        "2x128 q late kept": Fp8Config(
+        "2x128 q late kept": HopperConfig(
             128, 2, 4, 64, q_columns=64, joint=True, named=True, keep_shift=True, **LATE
         ),
-        "2x256 pin": Fp8Config(256, 2, 2, 64, pin=True, joint=True),
+        "2x256 pin": HopperConfig(256, 2, 2, 64, pin=True, joint=True),
     },
     128: {
-        "2x128 late": Fp8Config(128, 2, 4, 128, joint=True, **LATE),
-        "2x128 q late": Fp8Config(128, 2, 4, 128, q_columns=128, joint=True, **LATE),
-        "2x128 q late named": Fp8Config(128, 2, 4, 128, q_columns=128, named=True, **LATE),
-        "2x128 q pin": Fp8Config(128, 2, 4, 128, q_columns=128, joint=True, pin=True),
-        "2x128 q kept named": Fp8Config(128, 2, 4, 128, q_columns=128, named=True, keep_shift=True),
-        "2x128 q late kept named": Fp8Config(
+        "2x128 late": HopperConfig(128, 2, 4, 128, joint=True, **LATE),
+        "2x128 q late": HopperConfig(128, 2, 4, 128, q_columns=128, joint=True, **LATE),
+        "2x128 q late named": HopperConfig(128, 2, 4, 128, q_columns=128, named=True, **LATE),
+        "2x128 q pin": HopperConfig(128, 2, 4, 128, q_columns=128, joint=True, pin=True),
+        "2x128 q kept named": HopperConfig(128, 2, 4, 128, q_columns=128, named=True, keep_shift=True),
+        "2x128 q late kept named": HopperConfig(
             128, 2, 4, 128, q_columns=128, named=True, keep_shift=True, **LATE
         ),
         "3x64 q": three(64, 8, 64, q_columns=128, pin=True, joint=True),
     },
     256: {
-        "2x64 q named": Fp8Config(64, 2, 4, 128, q_columns=256, named=True),
-        "2x128 named": Fp8Config(128, 2, 2, 128, named=True),
-        "2x128 pin joint": Fp8Config(128, 2, 2, 128, pin=True, joint=True),
-        "2x128 pin named": Fp8Config(128, 2, 2, 128, pin=True, named=True),
-        "2x128 late named": Fp8Config(128, 2, 2, 128, named=True, **LATE),
-        "2x128 kept named": Fp8Config(128, 2, 2, 128, named=True, keep_shift=True),
+        "2x64 q named": HopperConfig(64, 2, 4, 128, q_columns=256, named=True),
+        "2x128 named": HopperConfig(128, 2, 2, 128, named=True),
+        "2x128 pin joint": HopperConfig(128, 2, 2, 128, pin=True, joint=True),
+        "2x128 pin named": HopperConfig(128, 2, 2, 128, pin=True, named=True),
+        "2x128 late named": HopperConfig(128, 2, 2, 128, named=True, **LATE),
+        "2x128 kept named": HopperConfig(128, 2, 2, 128, named=True, keep_shift=True),
     },
 }
 
@@ -161,16 +162,16 @@ def quantized(head_dim: int, shape: tuple[int, int, int], scaling: str, kind: st
     return Quantized(*(reference.quantize(x, role, Recipe(scaling)) for x, role in inputs))
 
 
-def scaling_of(config: Fp8Config) -> str:
+def scaling_of(config: HopperConfig) -> str:
     """A block of keys has one scale, so blocks of more than 128 keys are for coarser ones."""
     return "block" if config.block_n <= ROWS["k"] else "head"
 
 
-def params(head_dim: int, causal: bool, config: Fp8Config | None) -> Params:
+def params(head_dim: int, causal: bool, config: HopperConfig | None) -> Params:
     return Params(mask_window(causal, None), head_dim**-0.5, None, False, config=config)
 
 
-def kernel(operands: Quantized, causal: bool, config: Fp8Config) -> Callable[[], torch.Tensor]:
+def kernel(operands: Quantized, causal: bool, config: HopperConfig) -> Callable[[], torch.Tensor]:
     asked = params(operands.q.head_dim, causal, config)
     return lambda: launch.forward(*operands, asked, torch.bfloat16)[0]
 
