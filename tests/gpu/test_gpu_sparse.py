@@ -15,6 +15,7 @@ from sparse_cases import CASES, FUNCTIONS, check_backward, check_forward
 from attnlib import BlockMask, S2Pattern, attention
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import Oracle, make_inputs
+from attnlib.block_mask import chosen
 from attnlib.kernels.common import device
 from attnlib.kernels.sparse import hopper, launch_hopper_backward
 from attnlib.kernels.sparse.configs_hopper import hopper_sparse_config
@@ -108,8 +109,8 @@ def judge_programs(tensors, sm_scale, block_mask, dense, label):
         for verdict in gradients.judge(*hopper.backward(d_out, q, k, v, out, lse, own)).values():
             verdict.raise_if_bad(label)
 
-    for chosen in (config, config, replace(abreast, persistent=False)):
-        judge(chosen)
+    for tried in (config, config, replace(abreast, persistent=False)):
+        judge(tried)
     launch_hopper_backward.prepare.cache_clear()  # its launches are for all SMs
     try:
         with mock.patch.object(device, "num_sms", lambda index: 4):
@@ -186,6 +187,50 @@ def test_training_steps_on_two_streams():
     for found in side_by_side([partial(training_step, *tensors, mask) for tensors in made], 5):
         for mine, other in zip(found, expected, strict=True):
             close(mine, other)
+
+
+def test_a_chosen_mask_that_is_first_used_under_capture():
+    """Its lists and words are the graph's alone: a call outside makes its own, before the graph has run."""
+    S, size = 2000, 128
+    q, k, v = (torch.randn(1, 4, S, 128, device="cuda").half() for _ in range(3))
+    blocks = torch.rand(1, 4, 16, 16, device="cuda") < 0.3
+    attention(q, k, v, block_mask=BlockMask.from_chosen(blocks, S, block_size=size))  # compiled, prepared
+    chosen._made.clear()
+    mask = BlockMask.from_chosen(blocks, S, block_size=size)
+    place = torch.arange(S, device="cuda")
+    i, j = place[:, None] // size, place // size
+    oracle = Oracle(q, k, v, mask=(blocks[:, :, i, j] | (i == j)) & (place[:, None] >= place))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, block_mask=mask)
+    oracle.judge(attention(q, k, v, block_mask=mask)).raise_if_bad("beside a graph that has not run")
+    graph.replay()
+    oracle.judge(out).raise_if_bad("the graph")
+    del graph, out
+    scratch = [torch.full((1 << 22,), -1, dtype=torch.int32, device="cuda") for _ in range(8)]
+    oracle.judge(attention(q, k, v, block_mask=mask)).raise_if_bad("when the graph is gone")
+    del scratch
+
+
+def test_a_mask_that_another_stream_meets():
+    """What a call makes of a mask is there for a call on another stream that does not wait for the first."""
+    tensors = [torch.randn(1, 16, 2048, 64, device="cuda").half() for _ in range(4)]
+
+    def mask_of_now():
+        return BlockMask.from_function(FUNCTIONS["causal"], 2048, 2048, device="cuda")
+
+    expected = training_step(*tensors, mask_of_now())
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(3):
+        with torch.cuda.stream(first):
+            mask = mask_of_now()
+            torch.cuda._sleep(40_000_000)  # 20 ms, which what the mask makes of itself is behind
+            training_step(*tensors, mask)
+        with torch.cuda.stream(second):
+            found = training_step(*tensors, mask)
+        torch.cuda.synchronize()
+        close(found, expected)
 
 
 def test_torch_masks_on_the_gpu():
