@@ -110,6 +110,16 @@ def check_window(window, symbols: bool) -> None:
             raise ValueError(f"window: expected ints from 0 on, or -1 for no bound, got {tuple(window)}")
 
 
+def check_int(name: str, value, least: int, most: int | None = None, expected: str | None = None) -> None:
+    """That `value` is an int from `least` on, or to `most`. expected: what it is, where that says more."""
+    if most is not None and expected is None:
+        expected = f"an int from {least} to {most}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected {expected or 'an int'}, got {type_name(value)}")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{name}: expected {expected or f'{least} or more'}, got {value}")
+
+
 def check_choice(name: str, value, choices: tuple[str, ...], more: str = "") -> None:
     """That `value` is one of some words. more: what else it may be, for the message."""
     words = [repr(choice) for choice in choices]

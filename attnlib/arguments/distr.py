@@ -9,6 +9,7 @@ from attnlib.arguments.common import (
     check_groups,
     check_head_dim,
     check_impl,
+    check_int,
     check_scale,
     check_tensors,
     type_name,
@@ -40,14 +41,14 @@ def check_distr(q, k, v, options: DistrOptions) -> None:
     group, causal, seed, sm_scale, hashed, rows, impl = options
     check_tensors(q, k, v, "4 dimensions (B, H, S, D)", 4)
     _check_shapes(q.shape, k.shape, v.shape)
-    _check_int("group", group, 1, MAX_GROUP)
+    check_int("group", group, 1, MAX_GROUP)
     if q.shape[-1] % group:
         raise ValueError(
             f"group: expected a number that divides the head dimension {q.shape[-1]}, got {group}"
         )
     if causal is not True and causal is not False:
         raise TypeError(f"causal: expected a bool, got {type_name(causal)}")
-    _check_int("seed", seed, 0, MAX_SEED)
+    check_int("seed", seed, 0, MAX_SEED)
     if sm_scale is not None:
         check_scale(sm_scale, False)
     check_choice("hashed", hashed, HASHED)
@@ -71,11 +72,3 @@ def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
     if v != k:
         raise ValueError(f"v: expected shape {tuple(k)} as k has, got {tuple(v)}")
     check_groups("k", q[1], k[1])
-
-
-def _check_int(name: str, value, least: int, most: int) -> None:
-    expected = f"expected an int from {least} to {most}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: {expected}, got {type_name(value)}")
-    if not least <= value <= most:
-        raise ValueError(f"{name}: {expected}, got {value}")

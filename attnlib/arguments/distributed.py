@@ -3,7 +3,7 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from attnlib.arguments.common import check_choice, check_common, type_name
+from attnlib.arguments.common import check_choice, check_common, check_int, type_name
 from attnlib.arguments.exact import Options, check, check_varlen
 from attnlib.params import Varlen
 
@@ -20,10 +20,7 @@ def check_distributed(q, k, v, options: Options, divisor: int) -> None:
 
 def check_rows(rows, divisor: int) -> None:
     """The number of rows of a rank."""
-    if isinstance(rows, bool) or not isinstance(rows, int):
-        raise TypeError(f"rows: expected an int, got {type_name(rows)}")
-    if rows < 0:
-        raise ValueError(f"rows: expected 0 or more, got {rows}")
+    check_int("rows", rows, 0)
     _check_halves("rows", rows, divisor)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attnlib.arguments.common import type_name
+from attnlib.arguments.common import check_int, type_name
 
 UNIT = 64  # every block size is a multiple of it
 
@@ -36,16 +36,9 @@ def check_density(density) -> None:
 
 
 def check_lengths(seqlen_q, seqlen_k) -> tuple[int, int]:
-    check_length("seqlen_q", seqlen_q)
-    check_length("seqlen_k", seqlen_k)
+    check_int("seqlen_q", seqlen_q, 1)
+    check_int("seqlen_k", seqlen_k, 1)
     return seqlen_q, seqlen_k
-
-
-def check_length(name: str, length) -> None:
-    if isinstance(length, bool) or not isinstance(length, int):
-        raise TypeError(f"{name}: expected an int, got {type_name(length)}")
-    if length < 1:
-        raise ValueError(f"{name}: expected 1 or more, got {length}")
 
 
 def check_shared(B, H) -> tuple[int, int]:
@@ -152,10 +145,7 @@ def check_s2(pattern) -> None:
         value, least = getattr(pattern, name), 0 if name == "dense_heads" else 1
         if name == "kv_heads" and value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: expected an int, got {type_name(value)}")
-        if value < least:
-            raise ValueError(f"{name}: expected {least} or more, got {value}")
+        check_int(name, value, least)
     if pattern.heads % pattern.key_heads:
         raise ValueError(f"kv_heads: expected a divisor of heads, {pattern.heads}, got {pattern.kv_heads}")
     if pattern.block_size % UNIT:

@@ -10,6 +10,7 @@ from attnlib.arguments.common import (
     check_groups,
     check_head_dim,
     check_impl,
+    check_int,
     check_scale,
     check_tensors,
     type_name,
@@ -46,23 +47,15 @@ def check_monarch(q, k, v, options: MonarchOptions) -> None:
     if v.shape != k.shape:
         raise ValueError(f"v: expected shape {tuple(k.shape)} as k has, got {tuple(v.shape)}")
     block, steps, pad, key_mask, sm_scale, impl = options
-    _check_count("block", block, "a number of tokens from 1 on, or None", optional=True)
-    _check_count("steps", steps, "a number of rounds from 1 on")
+    if block is not None:
+        check_int("block", block, 1, expected="a number of tokens from 1 on, or None")
+    check_int("steps", steps, 1, expected="a number of rounds from 1 on")
     check_choice("pad", pad, PADS)
     if key_mask is not None:
         _check_mask(key_mask, q)
     if sm_scale is not None:
         check_scale(sm_scale, False)
     check_impl(impl, IMPLEMENTATIONS)
-
-
-def _check_count(name: str, count, expected: str, optional: bool = False) -> None:
-    if count is None and optional:
-        return
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"{name}: expected {expected}, got {type_name(count)}")
-    if count < 1:
-        raise ValueError(f"{name}: expected {expected}, got {count}")
 
 
 def _check_mask(mask, q: torch.Tensor) -> None:

@@ -2,11 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from attnlib.arguments.common import check_common, check_impl, type_name
+from attnlib.arguments.common import check_common, check_impl
 from attnlib.arguments.exact import Options
 from attnlib.arguments.exact import check as check_exact
+from attnlib.arguments.masks import check_chosen_size
 
-BLOCKS = 64, 128
 IMPLEMENTATIONS = "hopper", "triton", "reference"
 _NO_OPTIONS = Options()
 
@@ -24,9 +24,6 @@ def check_pooled(q, k, v, options: PooledOptions) -> None:
     """TypeError or ValueError if an argument is wrong."""
     block, causal, sm_scale, impl = options
     check_exact(q, k, v, _NO_OPTIONS, False)
-    if isinstance(block, bool) or not isinstance(block, int):
-        raise TypeError(f"block: expected 64 or 128, got {type_name(block)}")
-    if block not in BLOCKS:
-        raise ValueError(f"block: expected 64 or 128, got {block}")
+    check_chosen_size(block, "block")
     check_common(causal, None, sm_scale, False, False)
     check_impl(impl, IMPLEMENTATIONS)

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from attnlib.arguments.common import check_int32, type_name
+from attnlib.arguments.common import check_int, check_int32, type_name
 from attnlib.arguments.masks import check_chosen_size, check_density
-
-
-def _check_count(name: str, value) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int, got {type_name(value)}")
-    if value < 1:
-        raise ValueError(f"{name}: expected 1 or more, got {value}")
 
 
 def check_gate(heads, kv_heads, head_dim, block, width) -> None:
     """What a `SeerGate` is made of."""
     for name, value in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("width", width)):
-        _check_count(name, value)
+        check_int(name, value, 1)
     if heads % kv_heads:
         raise ValueError(f"kv_heads: expected a divisor of heads, {heads}, got {kv_heads}")
     if width % 2:
@@ -56,7 +49,7 @@ def check_top(scores, count) -> None:
     _check_scores(scores)
     if scores.dim() < 2 or scores.shape[-1] != scores.shape[-2] or not scores.shape[-1]:
         raise ValueError(f"scores: expected shape (..., n, n) with n from 1 on, got {tuple(scores.shape)}")
-    _check_count("count", count)
+    check_int("count", count, 1)
 
 
 def check_above(scores, threshold) -> None:
@@ -68,7 +61,7 @@ def check_above(scores, threshold) -> None:
 
 
 def check_top_of_density(blocks, density) -> None:
-    _check_count("blocks", blocks)
+    check_int("blocks", blocks, 1)
     check_density(density)
 
 
@@ -80,7 +73,7 @@ def check_decode_chosen(q, k_cache, v_cache, scores, count, lengths) -> None:
         if x.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions (B, H, S, D), got shape {tuple(x.shape)}")
     _check_scores(scores)
-    _check_count("count", count)
+    check_int("count", count, 1)
     B, heads, S, D = k_cache.shape
     if q.shape[0] != B or q.shape[2] != 1 or q.shape[3] != D:
         raise ValueError(f"q: expected shape ({B}, H, 1, {D}) for {B} caches, got {tuple(q.shape)}")

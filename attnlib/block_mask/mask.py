@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnlib.arguments import masks as checks
+from attnlib.arguments.common import check_int
 from attnlib.block_mask import tiles as tiling
 from attnlib.block_mask.chosen import SLOTS, Chosen
 from attnlib.block_mask.functions import seen_by_function, seen_by_tensor
@@ -159,7 +160,7 @@ class BlockMask:
             TypeError, ValueError: as `from_blocks`.
         """
         checks.check_chosen_size(block_size)
-        checks.check_length("seqlen", seqlen)
+        check_int("seqlen", seqlen, 1)
         if density is not None:
             checks.check_density(density)
         blocks = checks.check_blocks(blocks, seqlen, seqlen, (block_size, block_size))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from attnlib.arguments import masks as checks
+from attnlib.arguments.common import check_int
 from attnlib.block_mask import tiles as tiling
 from attnlib.block_mask.mask import BlockMask
 from attnlib.block_mask.tiles import FULL, PARTIAL, UNIT, Grid
@@ -79,7 +80,7 @@ class S2Pattern:
     def mask(self, seqlen: int, device: torch.device | str | None = None) -> BlockMask:
         """Of a sequence with itself. It is causal: `attention` needs no `causal` beside it. Memory grows with
         the number of 64 x 64 units of all heads, a few bytes for each, and not with seqlen x seqlen."""
-        checks.check_length("seqlen", seqlen)
+        check_int("seqlen", seqlen, 1)
         grid = Grid(1, self.heads, seqlen, seqlen, checks.check_device(device))
         *_, down, across = grid.units
         row = torch.arange(down, device=grid.device).clamp(max=-(-seqlen // UNIT) - 1)[:, None]
@@ -100,7 +101,7 @@ class S2Pattern:
 
     def kept(self, seqlen: int) -> int:
         """How many blocks of scores all query heads keep."""
-        checks.check_length("seqlen", seqlen)
+        check_int("seqlen", seqlen, 1)
         blocks, local = -(-seqlen // self.block_size), self.local_blocks
         near = sum(min(i, local) for i in range(1, blocks + 1))
         found = 0
@@ -121,10 +122,8 @@ class S2Pattern:
     def cached(self, length: int, head: int) -> list[int]:
         """Which blocks the cache of a key head has to have for the token that is number `length` and all
         after it: what is not among them may be dropped."""
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ValueError(f"length: expected an int of 1 or more, got {length!r}")
-        if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < self.key_heads:
-            raise ValueError(f"head: expected a key head from 0 to {self.key_heads - 1}, got {head!r}")
+        check_int("length", length, 1)
+        check_int("head", head, 0, self.key_heads - 1)
         blocks = -(-length // self.block_size)
         near = max(0, blocks - self.local_blocks)
         if self.is_dense(head):

@@ -247,8 +247,8 @@ def test_what_is_wrong_is_named(fields, error, message) -> None:
 
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: SMALL.mask(0), "seqlen: expected 1 or more, got 0"),
-    (lambda: SMALL.cached(0, 0), "length: expected an int of 1 or more, got 0"),
-    (lambda: SMALL.cached(64, 4), "head: expected a key head from 0 to 3, got 4"),
+    (lambda: SMALL.cached(0, 0), "length: expected 1 or more, got 0"),
+    (lambda: SMALL.cached(64, 4), "head: expected an int from 0 to 3, got 4"),
     (lambda: SMALL.paged(torch.zeros(1, 3, 9, 8), torch.zeros(1, 3, 9, 8)),
      "k: expected shape (B, 4, S, D), got (1, 3, 9, 8)"),
     (lambda: SMALL.paged(torch.zeros(1, 4, 9, 8), torch.zeros(1, 4, 8, 8)),
