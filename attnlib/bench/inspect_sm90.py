@@ -214,8 +214,8 @@ def compile_all(jobs: Iterable[Job]) -> list[Stats]:
     """Compile several kernels in a child process (its start-up costs seconds, a kernel 0.5 to 2 s), or in
     some side by side where there are the cores.
 
-    Returns one Stats per job, in order. Raises RuntimeError naming the kernel if one does not compile, or if
-    it takes more than `KERNEL_SECONDS`.
+    Returns one Stats per job, in order. Raises RuntimeError naming the kernel if one does not compile, if it
+    takes more than `KERNEL_SECONDS`, or if a file that it is made of changed meanwhile.
     """
     files = [(_cache_file(job), job) for job in jobs]
     found = {file: _read(file) for file, _ in files}
@@ -223,6 +223,10 @@ def compile_all(jobs: Iterable[Job]) -> list[Stats]:
     if missing:
         _compile_in_children(list(missing.values()))
         found |= {file: _read(file) for file in missing}
+    for file, job in missing.items():
+        if found[file] is None:  # the child has stored it under the key that it has now
+            name = job.kernel_name
+            raise RuntimeError(f"compiling {name} for sm_90: a file that it is made of changed meanwhile")
     return [found[file] for file, _ in files]
 
 

@@ -55,6 +55,20 @@ def test_a_kernel_is_compiled_once_and_an_error_keeps_what_was_compiled(cache, m
     assert inspect_sm90.compile_all(both[1:]) == [many]
 
 
+def test_a_file_that_changes_while_it_is_compiled_is_named(cache, monkeypatch):
+    """What came of it is the new text's, and stands under another key."""
+    file = cache / "kernel.py"
+    file.write_text(KERNEL)
+
+    def meanwhile(jobs):
+        file.write_text(KERNEL + "# edited\n")
+        write_atomically(inspect_sm90._cache_file(jobs[0]), "{}")
+
+    monkeypatch.setattr(inspect_sm90, "_compile_in_child", meanwhile)
+    with pytest.raises(RuntimeError, match="copy for sm_90: a file that it is made of changed meanwhile"):
+        inspect_sm90.compile_all([job(file)])
+
+
 def test_a_time_out_names_the_kernel(cache, monkeypatch):
     file = cache / "kernel.py"
     file.write_text("import time\ntime.sleep(600)\n" + KERNEL)
