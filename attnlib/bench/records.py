@@ -29,12 +29,6 @@ from attnlib.bench.shapes import Shape
 SCHEMA = 1
 REFERENCE_GPU = "nvidia-h200"
 """The folder that is replayed where the machine's own GPU has no record."""
-MEASURED_AGAIN = dict.fromkeys(
-    ("19_record", "20_backward", "21_hopper_backward", "22_fp8", "fp8"),
-    "nvidia-h100-80gb-hbm3",
-)
-"""Notebooks and scripts that time the package, and were run with a later one on another GPU, whose folder is
-replayed; and those whose chapter follows that GPU's numbers."""
 
 _HEADER = ("gpu", "cuda", "torch", "triton", "cudnn", "commit", "date", "method")
 
@@ -131,11 +125,6 @@ def data_dir() -> Path:
 def gpu_slug(name: str) -> str:
     """Folder of a GPU: "NVIDIA H200" -> "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def reference_gpu(notebook: str) -> str:
-    """Folder whose record of this notebook, or script, is replayed where the own GPU has none."""
-    return MEASURED_AGAIN.get(notebook, REFERENCE_GPU)
 
 
 def _own_gpu() -> str | None:
@@ -360,7 +349,7 @@ def load(notebook: str, name: str, gpu: str | None = None) -> Table:
     """A stored table: of `gpu` (a folder name) when given, else of this machine's GPU if it has one, else the
     reference GPU's. RecordError when it was not recorded."""
     if gpu is None:
-        own, gpu = _own_gpu(), reference_gpu(notebook)
+        own, gpu = _own_gpu(), REFERENCE_GPU
         if own is not None and own != gpu and _path(own, notebook).exists():
             if name in read(_path(own, notebook))["tables"]:
                 return load(notebook, name, own)

@@ -85,7 +85,8 @@ def ladder_chart(
     for ax, d in zip(axes[0], dims, strict=True):
         ax.axvline(peak, color=COLORS["roof"], lw=0.8, ls=":")
         ax.text(peak, -0.62, f"peak {peak:.0f}", ha="right", va="bottom", fontsize=6, color=COLORS["roof"])
-        ax.set(title=f"D = {d}", xlim=(0, peak * 1.03), ylim=(max(at.values()) + 0.6, -0.65))
+        ax.set_title(f"D = {d}", pad=9)  # above what names the peak
+        ax.set(xlim=(0, peak * 1.03), ylim=(max(at.values()) + 0.6, -0.65))
         beside = {y: _ladder_bar(ax, y, impl, cells[d].get(impl), mark) for impl, y in at.items()}
         for rival in ("cudnn", "fa3"):
             if measured(cells[d].get(rival)):

@@ -82,17 +82,14 @@ def unjudged(text: str) -> Iterator[str]:
 
 
 def tables_of(notebook: str, source: str = "") -> list[records.Table]:
-    """The tables of a notebook's record, and of those that its source loads by name: of the GPU that is
-    replayed, of another one where that has none, and of the reference GPU or of all where the source asks for
-    them."""
+    """The tables of a notebook's record, and of those that its source loads by name: of the reference GPU, of
+    another one where that has none, or of all where the source asks for them."""
     wanted = {notebook, *re.findall(r"\b(?:load|recorded)\(\s*[\"'](\w+)[\"']", source)}
     found = generation.tables(records.REFERENCE_GPU) if "generation.tables(" in source else []
     for name in sorted(wanted):
         paths = sorted(records.data_dir().glob(f"*/{name}.json"))
         tables = {table for path in paths for table in records.read(path)["tables"]}
-        gpus = {records.reference_gpu(name)}
-        gpus |= {records.REFERENCE_GPU} if "records.REFERENCE_GPU" in source else set()
-        found += [records.load_anywhere(name, table, gpu) for gpu in sorted(gpus) for table in sorted(tables)]
+        found += [records.load_anywhere(name, table, records.REFERENCE_GPU) for table in sorted(tables)]
     every = re.findall(r"\bof_all_gpus\(\s*[\"'](\w+)[\"'],\s*[\"'](\w+)[\"']", source)
     for name, table in sorted(set(every)):
         found += records.of_all_gpus(name, table)

@@ -58,6 +58,7 @@ def label_ends(
     for (x, y, text, color), (x_axes, y_axes), y_label in zip(ends, at, placed, strict=True):
         moved = abs(y_label - y_axes) * height > 1.5 or (1 - x_axes) * width > 8
         line = {"arrowstyle": "-", "color": color, "lw": 0.5, "shrinkA": 1, "shrinkB": 2}
+        line["relpos"] = (0, 0.5)  # from the label's left end: from its middle it would cross a neighbor's
         axes.annotate(
             text,
             (x, y),
@@ -126,6 +127,7 @@ def label_points(
             leader = ((x, y), (x + dx + near * w, y + dy)) if far else None
             if leader:
                 cost += 40 * sum(_crosses(other, leader) for other in boxes)
+                cost += 12 * sum(_crosses(_around(dot), leader) for j, dot in enumerate(dots) if j != i)
             if best is None or cost < best[0] - 1e-9:
                 best = (cost, dx, dy, box, near, leader)
         _, dx, dy, box, near, leader = best
@@ -187,6 +189,12 @@ def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
 
 def _holds(box: tuple[float, ...], dot: tuple[float, float], margin: float = 2.0) -> bool:
     return box[0] - margin < dot[0] < box[2] + margin and box[1] - margin < dot[1] < box[3] + margin
+
+
+def _around(dot: tuple[float, float], reach: float = 1.5) -> tuple[float, ...]:
+    """The box that a point of a chart covers."""
+    x, y = dot
+    return x - reach, y - reach, x + reach, y + reach
 
 
 def _crosses(box: tuple[float, ...], segment: tuple[tuple[float, float], tuple[float, float]]) -> bool:

@@ -120,7 +120,7 @@ def _recorded(notebook: str) -> str:
     show is a script's."""
     from attnlib.bench import records
 
-    gpu = records.reference_gpu(notebook)
+    gpu = records.REFERENCE_GPU
     path = records.data_dir() / gpu / f"{notebook}.json"
     if not path.exists():
         return f"records of {gpu} that tables and charts name, where there are any"

@@ -31,15 +31,14 @@ KEPT_SHIFT, PLANE = "kept_shift", ("plane", "cells")
 
 def ladder_table(record: tuple[str, str] = LADDER) -> str:
     """A ladder: a record's, causal fp16 at the task's shapes, with its provenance."""
-    table = records.load(*record, gpu=records.reference_gpu(record[0]))
+    table = records.load(*record, gpu=records.REFERENCE_GPU)
     rows, columns = ladder.ladder_rows(table.measured().rows, label=book_chapters.label)
     return f"{tables.markdown(rows, columns)}\n\n*{table.gpu}, {table.date}*"
 
 
 def modes_table() -> str:
     """Burst and sustained speeds at the task's shapes, with the clock, and both verdicts on FA3."""
-    gpu = records.reference_gpu(LADDER[0])
-    burst, sustained = (records.load(*where, gpu=gpu) for where in (LADDER, SUSTAINED))
+    burst, sustained = (records.load(*where, gpu=records.REFERENCE_GPU) for where in (LADDER, SUSTAINED))
     label = book_chapters.label
     task = [shape for shape in shapes.TASK.values() if burst.select(shape) and sustained.select(shape)]
     rows, columns = modes.mode_rows(burst.measured(), sustained.measured(), task, label=label)
@@ -123,7 +122,7 @@ def generate_table() -> str:
 
 def fp8_table() -> str:
     """The table of FP8: speeds, and errors against fp64, in the record of `tests/gpu/time_fp8.py`."""
-    table = records.load(*FP8, gpu=records.reference_gpu(FP8[0]))
+    table = records.load(*FP8, gpu=records.REFERENCE_GPU)
     impls = {
         "attnlib fp8": "attnlib FP8", "attnlib fp8, with the pass": "and quantizing", "fa3 fp8": "FA3 FP8",
         "cudnn fp8": "cuDNN FP8", "attnlib bf16": "attnlib bf16", "fa3 bf16": "FA3 bf16",

@@ -130,18 +130,6 @@ def test_what_was_not_at_hand_is_left_out():
     assert [row["status"] for row in table.measured().rows] == ["ok", "failed"]
 
 
-def test_a_notebook_measured_again_is_replayed_from_there(data, monkeypatch):
-    notebook = next(iter(records.MEASURED_AGAIN))
-    for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
-        pretend_gpu(monkeypatch, gpu)
-        records.table(notebook, "a", lambda gpu=gpu: [{"x": gpu}])
-    assert records.reference_gpu("00_test") == records.REFERENCE_GPU
-    pretend_gpu(monkeypatch, "NVIDIA H200")
-    assert records.load(notebook, "a").gpu == "NVIDIA H200"
-    pretend_no_gpu(monkeypatch)
-    assert records.load(notebook, "a").rows == [{"x": "NVIDIA H100 80GB HBM3"}]
-
-
 def test_a_table_of_another_gpu_where_the_reference_has_none(data, monkeypatch):
     pretend_gpu(monkeypatch)
     records.table("00_test", "a", lambda: [{"x": "reference"}])

@@ -446,9 +446,8 @@ def record(tmp_path, monkeypatch):
     ]
     lasting = [row | {"tflops": row["tflops"] * 0.9, "ms": row["ms"] / 0.9, "sm_mhz": 1500.0} for row in rows]
     head = {"schema": records.SCHEMA, "gpu": {"name": "NVIDIA H200"}, "date": "2026-11-21"}
-    path = tmp_path / records.reference_gpu("19_record") / "19_record.json"
     reference = tmp_path / records.REFERENCE_GPU
-    path.parent.mkdir()
+    path = reference / "19_record.json"
     reference.mkdir()
     tables = {"ladder": {"rows": rows}, "sustained": {"rows": lasting}}
     path.write_text(json.dumps(head | {"notebook": "19_record", "tables": tables}))
@@ -475,9 +474,7 @@ def record(tmp_path, monkeypatch):
     speeds = ("attnlib fp8", "ok", 995.4, 0.0025), ("fa3 fp8", "failed", None, None)
     read = [call | {"impl": w, "status": x, "tflops": y, "rms_error": z} for w, x, y, z in speeds]
     fp8 = head | {"notebook": "fp8", "tables": {"attention": {"rows": read}}}
-    of_fp8 = tmp_path / records.reference_gpu("fp8")
-    of_fp8.mkdir(exist_ok=True)
-    (of_fp8 / "fp8.json").write_text(json.dumps(fp8))
+    (reference / "fp8.json").write_text(json.dumps(fp8))
     call = {"batch": 1, "heads": 12, "seqlen": 4096, "head_dim": 64, "causal": False, "dtype": "float16"}
     speeds = ("attnlib", 0.1), ("monarch, 1 rounds", 0.02)
     read = [call | {"impl": x, "status": "ok", "ms": y} for x, y in speeds]

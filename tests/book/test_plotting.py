@@ -4,6 +4,7 @@ collide."""
 import base64
 import functools
 import itertools
+import random
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -260,9 +261,43 @@ def test_lines_from_names_to_points_cross_no_other_name():
     for i, text in enumerate(names):
         if text.arrow_patch is not None:
             leaders += 1
-            line = text.arrow_patch.get_path().transformed(text.arrow_patch.get_transform())
-            assert not any(line.intersects_bbox(box) for j, box in enumerate(boxes) if j != i)
+            assert not any(leader_of(text).intersects_bbox(box) for j, box in enumerate(boxes) if j != i)
     assert leaders > 2
+
+
+def leader_of(text):
+    """The line from a name to its point, in pixels."""
+    return text.arrow_patch.get_path().transformed(text.arrow_patch.get_transform())
+
+
+@pytest.mark.parametrize("seed", [23, 117, 224])
+def test_lines_from_names_to_points_pass_by_other_points(seed):
+    """Three names among eight more points, drawn so that the next free place of a name is behind a point."""
+    draw = random.Random(seed)
+    places = [tuple(round(draw.uniform(3, 7), 1) for _ in range(2)) for _ in range(11)]
+    figure = Figure(figsize=(3, 2))
+    ax = figure.subplots()
+    ax.set(xlim=(0, 10), ylim=(0, 10))
+    labels.label_points(ax, [(*places[i], f"name {i}", "black") for i in range(3)], avoid=places[3:])
+    figure.draw_without_rendering()
+    leaders = [(text.xy, leader_of(text)) for text in ax.texts if text.arrow_patch is not None]
+    assert leaders
+    for (own, line), dot in itertools.product(leaders, places):
+        x, y = ax.transData.transform(dot)
+        around = matplotlib.transforms.Bbox([[x - 1, y - 1], [x + 1, y + 1]])
+        assert tuple(own) == dot or not line.intersects_bbox(around), dot
+
+
+def test_lines_to_the_ends_of_lines_cross_no_name():
+    """Four lines that end in one point."""
+    figure = Figure(figsize=(3, 2))
+    ax = figure.subplots()
+    ax.set(xlim=(0, 10), ylim=(0, 10))
+    labels.label_ends(ax, [(10, 5, f"a long name, {i}", "black") for i in range(4)])
+    figure.draw_without_rendering()
+    boxes = [matplotlib.text.Text.get_window_extent(text) for text in ax.texts]
+    for i, text in enumerate(ax.texts):
+        assert not any(leader_of(text).intersects_bbox(box) for j, box in enumerate(boxes) if j != i)
 
 
 def _hidden_ticks(ax) -> set[str]:
