@@ -1,8 +1,9 @@
 """FP8 attention of others, to be timed beside ours: q, k and v are (B, H, S, D) tensors on an H200.
 
 Each function quantizes and prepares, and returns what is timed. It raises ImportError where its library is
-not there: FlashAttention-3's FP8 build (a library that registers `torch.ops.fa3_fwd.fwd`) is looked for as
-fa3_fwd.so in the folder ATTNLIB_FA3_FP8, cuDNN's package `cudnn`, NVIDIA's frontend, also in ATTNLIB_PEERS.
+not there: two builds of FlashAttention-3 (libraries that register `torch.ops.fa3_fwd.fwd` and
+`torch.ops._vllm_fa3_C.fwd`) are looked for as fa3_fwd.so and vllm_fa3.so in the folder ATTNLIB_FA3_FP8,
+cuDNN's package `cudnn`, NVIDIA's frontend, also in ATTNLIB_PEERS.
 """
 
 from __future__ import annotations
@@ -24,15 +25,20 @@ P_SCALE = 256.0
 
 
 @cache
-def _fa3():
+def _forward(library: str, operators: str):
+    """The forward operator of one of FlashAttention-3's builds."""
     folder = os.environ.get("ATTNLIB_FA3_FP8")
-    library = Path(folder or ".") / "fa3_fwd.so"
-    if folder is None or not library.exists():
-        raise ImportError("ATTNLIB_FA3_FP8 names no folder with fa3_fwd.so")
+    path = Path(folder or ".") / f"{library}.so"
+    if folder is None or not path.exists():
+        raise ImportError(f"ATTNLIB_FA3_FP8 names no folder with {path.name}")
     for runtime in Path(folder).glob("libcudart.so.12*"):
         ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-    torch.ops.load_library(str(library))
-    return torch.ops.fa3_fwd.fwd
+    torch.ops.load_library(str(path))
+    return getattr(torch.ops, operators).fwd
+
+
+def _fa3():
+    return _forward("fa3_fwd", "fa3_fwd")
 
 
 def _tokens_first(x: torch.Tensor) -> torch.Tensor:
@@ -53,6 +59,31 @@ def fa3_fp8(q, k, v, causal: bool) -> Function:
     options = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
     options |= {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": causal, "num_splits": 1}
     return lambda: forward(*data, **options)[0].transpose(1, 2)
+
+
+_VLLM = dict.fromkeys(
+    ("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "seqused_k", "page_table",
+     "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "scheduler_metadata",
+     "pack_gqa", "s_aux", "cp_tot_seqused_k")
+)  # fmt: skip
+_VLLM |= {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "is_rotary_interleaved": True}
+_VLLM |= {"num_splits": 1, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0}
+"""Arguments of that operator, none of which has a default."""
+
+
+def vllm_fp8(q, k, v, causal: bool) -> Function:
+    """vLLM's build, which adds FP8 products in two levels; as varlen sequences, the only form that it has."""
+    forward = _forward("vllm_fa3", "_vllm_fa3_C")
+    data, scales = zip(*(_scaled(x, "head") for x in (q, k, v)), strict=True)
+    data = [_tokens_first(x).flatten(0, 1) for x in data]
+    options = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+    for name, x in (("q", q), ("k", k)):
+        B, _, S, _ = x.shape
+        options[f"cu_seqlens_{name}"] = torch.arange(B + 1, device=x.device, dtype=torch.int32) * S
+        options[f"max_seqlen_{name}"] = S
+    options |= {**_VLLM, "softmax_scale": q.shape[-1] ** -0.5, "is_causal": causal}
+    B, H, S, D = q.shape
+    return lambda: forward(*data, **options)[0].view(B, S, H, D).transpose(1, 2)
 
 
 def fa3_bf16(q, k, v, causal: bool) -> Function:

@@ -129,6 +129,7 @@ def attention_rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
         f"{OURS}, with the pass": lambda: lambda: attention_fp8(q, k, v, causal=causal),
         "attnlib bf16": lambda: lambda: attention(q, k, v, causal=causal),
         "fa3 fp8": lambda: fp8_peers.fa3_fp8(q, k, v, causal),
+        "fa3 fp8, vLLM": lambda: fp8_peers.vllm_fp8(q, k, v, causal),
         "fa3 bf16": lambda: fp8_peers.fa3_bf16(q, k, v, causal),
         "cudnn fp8": lambda: fp8_peers.cudnn_fp8(q, k, v, causal),
     }
