@@ -18,7 +18,7 @@ import torch
 from attnlib.bench import harness, peers, records, roofline
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.harness import Attention, Run
-from attnlib.bench.oracle import Budget, Verdict, make_inputs, poisoned_empty
+from attnlib.bench.oracle import Budget, Judgement, make_inputs, poisoned_empty
 from attnlib.bench.setting import BOOK, Setting, warming
 from attnlib.bench.shapes import Shape
 
@@ -51,10 +51,10 @@ class Judge:
             tensors = d_out[b : b + 1, rows], q[b : b + 1, rows], k[b : b + 1, heads], v[b : b + 1, heads]
             self.parts.append((b, rows, heads, GradientOracle(*tensors, causal=causal)))
 
-    def judge(self, dq: Tensor, dk: Tensor, dv: Tensor) -> dict[str, Verdict]:
+    def judge(self, dq: Tensor, dk: Tensor, dv: Tensor) -> dict[str, Judgement]:
         """A verdict on each gradient, good if that of every part is. Errors and budgets are those of the
         whole: the largest of the parts', and their root mean square."""
-        found: dict[str, list[Verdict]] = {name: [] for name in GRADIENTS}
+        found: dict[str, list[Judgement]] = {name: [] for name in GRADIENTS}
         for b, rows, heads, oracle in self.parts:
             part = dq[b : b + 1, rows], dk[b : b + 1, heads], dv[b : b + 1, heads]
             for name, verdict in oracle.judge(*part).items():
@@ -73,12 +73,12 @@ def _chunks(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice]]:
             yield b, slice(first, min(heads, first + step))
 
 
-def _together(verdicts: list[Verdict], weights: list[int]) -> Verdict:
+def _together(verdicts: list[Judgement], weights: list[int]) -> Judgement:
     def rms(values: list[float]) -> float:
         return math.sqrt(sum(w * x * x for w, x in zip(weights, values, strict=True)) / sum(weights))
 
     bad = [verdict.reason for verdict in verdicts if not verdict.ok]
-    return Verdict(
+    return Judgement(
         max_error=max((v.max_error for v in verdicts), key=lambda x: (math.isnan(x), x)),
         rms_error=rms([v.rms_error for v in verdicts]),
         budget=Budget(max(v.budget.max for v in verdicts), rms([v.budget.rms for v in verdicts])),
@@ -87,7 +87,7 @@ def _together(verdicts: list[Verdict], weights: list[int]) -> Verdict:
     )
 
 
-def error_columns(verdicts: Mapping[str, Verdict]) -> dict[str, float]:
+def error_columns(verdicts: Mapping[str, Judgement]) -> dict[str, float]:
     """Columns of a row: dq_max, dq_rms, dq_budget_max, dq_budget_rms, and the same of dk and dv."""
     row: dict[str, float] = {}
     for name, verdict in verdicts.items():

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from attnlib.bench.oracle import Budget, Verdict, max_and_rms, over_budget
+from attnlib.bench.oracle import Budget, Judgement, max_and_rms, over_budget
 from attnlib.kernels.reference import entmax as reference
 from attnlib.params import EntmaxParams
 
@@ -62,27 +62,27 @@ class EntmaxOracle:
             self.budget[name] = Budget(*(2 * (worst + max(*other, floor)) for worst, other in parts))
 
     @torch.no_grad()
-    def judge(self, name: str, found: torch.Tensor) -> Verdict:
+    def judge(self, name: str, found: torch.Tensor) -> Judgement:
         """Of "out", or one of the gradients; never raises for a wrong one."""
         right, budget = self.truth[name], self.budget[name]
         if found.shape != right.shape or found.dtype != self.dtype:
             expected, came = (tuple(right.shape), self.dtype), (tuple(found.shape), found.dtype)
-            return Verdict(math.nan, math.nan, budget, False, f"{name}: expected {expected}, got {came}")
+            return Judgement(math.nan, math.nan, budget, False, f"{name}: expected {expected}, got {came}")
         largest, rms = max_and_rms(found.double() - right)
         finite = bool(found.isfinite().all())
         fault = over_budget(largest, rms, budget) if finite else "values are not finite"
-        return Verdict(largest, rms, budget, not fault, f"{name}: {fault}" if fault else "")
+        return Judgement(largest, rms, budget, not fault, f"{name}: {fault}" if fault else "")
 
-    def judge_tau(self, tau: torch.Tensor) -> Verdict:
+    def judge_tau(self, tau: torch.Tensor) -> Judgement:
         """fp32 in every kernel: this separates fp32 arithmetic from a wrong threshold."""
         seen = self.tau.isfinite()
         size = self.tau[seen].abs().max().item() if bool(seen.any()) else 0.0
         budget = Budget(1e-4 * max(1.0, size), math.inf)
         if not torch.equal(tau.isfinite(), seen):
-            return Verdict(math.nan, math.nan, budget, False, "tau: expected +inf where a row sees no key")
+            return Judgement(math.nan, math.nan, budget, False, "tau: expected +inf where a row sees no key")
         largest, rms = max_and_rms((tau.double() - self.tau)[seen])
         reason = "" if largest <= budget.max else f"tau: max error {largest:.2e}, tolerance {budget.max:.2e}"
-        return Verdict(largest, rms, budget, not reason, reason)
+        return Judgement(largest, rms, budget, not reason, reason)
 
 
 def plain_entmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: EntmaxParams) -> torch.Tensor:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from attnlib.bench.oracle import Budget, Verdict, max_and_rms, over_budget
+from attnlib.bench.oracle import Budget, Judgement, max_and_rms, over_budget
 from attnlib.kernels.reference.gradients import gradients_by_batch
 from attnlib.params import mask_window
 from attnlib.scores import ScoreParts
@@ -59,13 +59,13 @@ class GradientOracle:
             self.budget[name] = Budget(*(2 * (x[0] + x[1] + max(x[2:])) for x in (largest, rms)))
 
     @torch.no_grad()
-    def judge(self, *gradients: torch.Tensor) -> dict[str, Verdict]:
+    def judge(self, *gradients: torch.Tensor) -> dict[str, Judgement]:
         """A verdict on each gradient: dq, dk, dv, and of a score the gradients of sinks and of bias in
         float32, where it has them. Never raises for a wrong one."""
         found = dict(zip(self.truth, gradients, strict=True))
         return {name: self.judge_one(name, gradient) for name, gradient in found.items()}
 
-    def judge_one(self, name: str, gradient: torch.Tensor) -> Verdict:
+    def judge_one(self, name: str, gradient: torch.Tensor) -> Judgement:
         """Of "dq", say."""
         exact, budget = self.truth[name], self.budget[name]
         dtype = self.dtype if name in ("dq", "dk", "dv") else torch.float32
@@ -74,7 +74,7 @@ class GradientOracle:
                 f"{name}: expected shape {tuple(exact.shape)} {dtype}, "
                 f"got {tuple(gradient.shape)} {gradient.dtype}"
             )
-            return Verdict(math.nan, math.nan, budget, False, reason)
+            return Judgement(math.nan, math.nan, budget, False, reason)
         largest, rms = max_and_rms(gradient.double() - exact)
         fault = over_budget(largest, rms, budget)
-        return Verdict(largest, rms, budget, not fault, f"{name}: {fault}" if fault else "")
+        return Judgement(largest, rms, budget, not fault, f"{name}: {fault}" if fault else "")

@@ -42,7 +42,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """What the oracle says of one output: its errors, the budget they had to meet, and why it failed."""
 
     max_error: float
@@ -134,11 +134,11 @@ class Oracle:
         self.lse_tolerance = 1e-4 * max(1.0, seen.abs().max().item() if seen.numel() else 0.0)
 
     @torch.no_grad()
-    def judge(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> Verdict:
+    def judge(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> Judgement:
         """Compare an output, and its natural-log LSE when given, with the truth.
 
         Never raises for a wrong result: shape, dtype, non-finite values and errors above the budget all give
-        a Verdict with ok=False and a reason.
+        a Judgement with ok=False and a reason.
         """
         if not isinstance(out, torch.Tensor):
             return self._bad(f"expected a torch.Tensor, got {type(out).__name__}")
@@ -152,14 +152,14 @@ class Oracle:
         broken = out.numel() - int(out.isfinite().sum())
         if broken:
             reason = f"{broken} of {out.numel()} values are not finite"
-            return Verdict(max_error, rms_error, self.budget, False, reason)
+            return Judgement(max_error, rms_error, self.budget, False, reason)
         reason = over_budget(max_error, rms_error, self.budget)
         if not reason and lse is not None:
             reason = self._lse_fault(lse)
-        return Verdict(max_error, rms_error, self.budget, not reason, reason)
+        return Judgement(max_error, rms_error, self.budget, not reason, reason)
 
-    def _bad(self, reason: str) -> Verdict:
-        return Verdict(math.nan, math.nan, self.budget, False, reason)
+    def _bad(self, reason: str) -> Judgement:
+        return Judgement(math.nan, math.nan, self.budget, False, reason)
 
     def _lse_fault(self, lse: torch.Tensor) -> str:
         """What is wrong with an LSE; empty when nothing is."""
@@ -198,7 +198,7 @@ def judge(
     window: tuple[int, int] | None = None,
     sm_scale: float | None = None,
     lse: torch.Tensor | None = None,
-) -> Verdict:
+) -> Judgement:
     """Judge one output; use an `Oracle` for several outputs of the same input."""
     return Oracle(q, k, v, causal, sm_scale, window=window).judge(out, lse)
 

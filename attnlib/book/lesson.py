@@ -19,7 +19,7 @@ import torch
 from attnlib.bench import ladder as _ladder
 from attnlib.bench import sources, tables
 from attnlib.bench import verdict as _verdict
-from attnlib.bench.oracle import INPUTS, Oracle, Verdict, make_inputs
+from attnlib.bench.oracle import INPUTS, Judgement, Oracle, make_inputs
 from attnlib.bench.setting import BOOK, SWEEP, WINDOW, warming
 from attnlib.bench.shapes import TASK, Shape
 from attnlib.bench.sources import notebooks_dir
@@ -435,7 +435,7 @@ def verify_gradients(
     if anything is wrong."""
     from attnlib.bench.backward import Judge, make_gradient
 
-    groups: dict[tuple, list[tuple[Shape, str, Verdict]]] = {}
+    groups: dict[tuple, list[tuple[Shape, str, Judgement]]] = {}
     for kind, shape in _cases(head_dims, causal, lengths, kinds, dtype):
         tensors = [x.requires_grad_() for x in make_inputs(shape, kind, device=device())]
         d_out = make_gradient(shape, device=device())
@@ -480,7 +480,7 @@ def _judge(
     dtype: str,
 ) -> tuple[list[dict], list[str]]:
     """(rows of the table of `verify`, what is wrong)."""
-    groups: dict[tuple, list[tuple[Shape, Verdict]]] = {}
+    groups: dict[tuple, list[tuple[Shape, Judgement]]] = {}
     for kind, shape in _cases(head_dims, causal, lengths, kinds, dtype):
         q, k, v = make_inputs(shape, kind, device=device())
         verdict = Oracle(q, k, v, causal=shape.causal).judge(

@@ -45,7 +45,7 @@ sys.path[:0] = [str(ROOT)]
 
 from attnlib import attention, attention_decode, node  # noqa: E402
 from attnlib.bench import decode_peers, harness, peers, records, timing  # noqa: E402
-from attnlib.bench.oracle import Oracle, Verdict  # noqa: E402
+from attnlib.bench.oracle import Judgement, Oracle  # noqa: E402
 from attnlib.bench.setting import BOOK, SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.kernels import DECODERS  # noqa: E402
@@ -156,7 +156,7 @@ class Judge:
         tensors = inputs.q[:, :, 0], joined(inputs.k), joined(inputs.v)
         self.oracle = Oracle(*tensors, cu_seqlens=(rows, ends))
 
-    def judge(self, out: torch.Tensor) -> Verdict:
+    def judge(self, out: torch.Tensor) -> Judgement:
         return self.oracle.judge(out[:, :, 0])
 
 

@@ -41,7 +41,7 @@ from attnlib.bench import entmax_peers, harness, peers, records, timing  # noqa:
 from attnlib.bench.entmax_oracle import EntmaxOracle  # noqa: E402
 from attnlib.bench.entmax_peers import Attend, adasplash_1, adasplash_2  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
-from attnlib.bench.oracle import Oracle, Verdict, make_inputs  # noqa: E402
+from attnlib.bench.oracle import Judgement, Oracle, make_inputs  # noqa: E402
 from attnlib.bench.setting import BOOK, SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.kernels.common.launcher import Launches  # noqa: E402
@@ -107,7 +107,7 @@ class Judge:
             gradients = GradientOracle(d_out, q, k, v, True)
             self.dq = lambda x: gradients.judge_one("dq", x)
 
-    def judge(self, found: Any) -> Verdict:
+    def judge(self, found: Any) -> Judgement:
         judge, result = (self.dq, found[0]) if isinstance(found, tuple) else (self.out, found)
         return judge(result.detach()[:, :1, -JUDGED:])
 

@@ -37,7 +37,7 @@ sys.path[:0] = [str(ROOT)]
 
 from attnlib import attention, attention_monarch  # noqa: E402
 from attnlib.bench import harness, monarch_quality, records  # noqa: E402
-from attnlib.bench.oracle import Budget, Verdict, make_inputs, max_and_rms  # noqa: E402
+from attnlib.bench.oracle import Budget, Judgement, make_inputs, max_and_rms  # noqa: E402
 from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.kernels import monarch  # noqa: E402
@@ -104,11 +104,11 @@ class Judge:
         last = max_and_rms(self.truth.to(ends[0].dtype).double() - self.truth)
         self.budget = Budget(*(3 * (a + b) for a, b in zip(max_and_rms(usual), last, strict=True)))
 
-    def judge(self, out: torch.Tensor) -> Verdict:
+    def judge(self, out: torch.Tensor) -> Judgement:
         error, rms = max_and_rms(out[:, [0, -1], self.rows].double() - self.truth)
         right = error <= self.budget.max and rms <= self.budget.rms
         told = f"error {error:.2e}, RMS {rms:.2e}, at most {self.budget.max:.2e}, {self.budget.rms:.2e}"
-        return Verdict(error, rms, self.budget, right, "" if right else told)
+        return Judgement(error, rms, self.budget, right, "" if right else told)
 
 
 def captured(call: Function) -> Function:

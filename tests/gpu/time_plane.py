@@ -42,7 +42,7 @@ from attnlib import attention, node  # noqa: E402
 from attnlib.bench import harness, peers, plane, records, timing, verdict  # noqa: E402
 from attnlib.bench.backward import GRADIENTS, BackwardRun, make_gradient  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
-from attnlib.bench.oracle import Budget, Oracle, Verdict, make_inputs  # noqa: E402
+from attnlib.bench.oracle import Budget, Judgement, Oracle, make_inputs  # noqa: E402
 from attnlib.bench.plane import KINDS, OURS, PEER, Cell, Kind  # noqa: E402
 from attnlib.bench.setting import Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
@@ -75,12 +75,12 @@ class Sample:
         last = (x[-1:, -1:] for x in (q, k, v))
         self.oracle, self.other = Oracle(*last, kind.causal, window=kind.window), other
 
-    def judge(self, out: Tensor) -> Verdict:
+    def judge(self, out: Tensor) -> Judgement:
         found = self.oracle.judge(out[-1:, -1:])
         if not found.ok or self.other is None:
             return found
         reason = apart(out, self.other, self.oracle.budget.rms)
-        return Verdict(found.max_error, found.rms_error, found.budget, not reason, reason)
+        return Judgement(found.max_error, found.rms_error, found.budget, not reason, reason)
 
 
 class GradientSample:
@@ -100,7 +100,7 @@ class GradientSample:
             budget = self.oracle.budget[name]
             self.oracle.budget[name] = Budget(*(math.sqrt(kind.group) * x for x in (budget.max, budget.rms)))
 
-    def judge(self, *gradients: Tensor) -> dict[str, Verdict]:
+    def judge(self, *gradients: Tensor) -> dict[str, Judgement]:
         dq, dk, dv = gradients
         found = self.oracle.judge(dq[-1, -self.group :, None], dk[-1:, -1:], dv[-1:, -1:])
         if self.other is None or not all(one.ok for one in found.values()):
@@ -108,7 +108,7 @@ class GradientSample:
         for name, mine, other in zip(GRADIENTS, gradients, self.other, strict=True):
             one = found[name]
             if reason := apart(mine, other, one.budget.rms):
-                found[name] = Verdict(one.max_error, one.rms_error, one.budget, False, f"{name}: {reason}")
+                found[name] = Judgement(one.max_error, one.rms_error, one.budget, False, f"{name}: {reason}")
         return found
 
 

@@ -12,7 +12,7 @@ import torch
 
 from attnlib import attention, attention_varlen
 from attnlib.bench.gradient_oracle import GradientOracle
-from attnlib.bench.oracle import Oracle, Verdict
+from attnlib.bench.oracle import Judgement, Oracle
 
 
 def as_it_is(x):
@@ -129,7 +129,7 @@ SLACK = 2
 wrong mask, scale or tile is wrong by orders of magnitude."""
 
 
-def raise_if_bad(verdict: Verdict, slack: float, name: str) -> None:
+def raise_if_bad(verdict: Judgement, slack: float, name: str) -> None:
     """AssertionError unless errors are within the budget times `slack`."""
     budget = verdict.budget
     if not (verdict.max_error <= slack * budget.max and verdict.rms_error <= slack * budget.rms):
