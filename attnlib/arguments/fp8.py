@@ -15,6 +15,7 @@ from attnlib.arguments.common import (
     type_name,
 )  # fmt: skip
 from attnlib.arguments.offsets import check_longest, check_offsets_form, check_varlen_form
+from attnlib.kernels.common.descriptors import describable
 from attnlib.kernels.common.fp8 import Fp8, Recipe
 from attnlib.params import Varlen
 
@@ -78,7 +79,34 @@ def _check_prepared(name: str, x: Fp8, varlen_call: bool) -> None:
         other = "attention_fp8 takes batches" if varlen_call else "attention_fp8_varlen takes them"
         kinds = {True: "varlen sequences", False: "a batch"}
         raise ValueError(f"{name}: expected an Fp8 of {kinds[varlen_call]}, got {kinds[x.varlen]}; {other}")
+    _check_parts(name, x)
     _check_mean(name, x)
+
+
+def _check_parts(name: str, x: Fp8) -> None:
+    """The data and the scales of an `Fp8`, which its user may have replaced: kernels read as much of them as
+    the other attributes say."""
+    dims = 3 if x.varlen else 4
+    parts = ("data", x.data, torch.float8_e4m3fn), ("scale", x.scale, torch.float32)
+    for part, tensor, dtype in parts:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}.{part}: expected a torch.Tensor, got {type_name(tensor)}")
+        check_dense(f"{name}.{part}", tensor)
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}.{part}: expected dtype {dtype}, got {tensor.dtype}")
+        if tensor.device != x.device:
+            where = f"expected device {x.device} as the data has, got {tensor.device}"
+            raise ValueError(f"{name}.{part}: {where}")
+    if x.data.dim() != dims:
+        raise ValueError(f"{name}.data: expected {dims} dimensions, got shape {tuple(x.data.shape)}")
+    for (part, tensor, _), shape in zip(parts, x.shapes, strict=True):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}.{part}: expected shape {shape}, got {tuple(tensor.shape)}")
+    if x.data.numel() and not describable(x.data):
+        raise ValueError(
+            f"{name}.data: expected a contiguous last dimension, other strides and the address in multiples "
+            f"of 16 bytes, got strides {x.data.stride()}"
+        )
 
 
 def _check_mean(name: str, x: Fp8) -> None:

@@ -117,6 +117,12 @@ class Fp8:
             return self.tokens, self.heads, self.head_dim
         return self.data.shape[0], self.heads, self.tokens, self.head_dim
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of data and scale, as the other attributes say."""
+        rows = rows_of(self.role, self.scaling)
+        return shapes_of(self.role, self.shape, rows, self.sequences if self.varlen else None)
+
     def __repr__(self) -> str:
         how = f"scaling={self.scaling!r}, rotated={self.rotated}, centered={self.centered}"
         return f"Fp8(role={self.role!r}, shape={self.shape}, {how}, from {self.dtype}, device={self.device})"
@@ -142,6 +148,18 @@ def scaled_by_row(q, scaling: str) -> bool:
 def num_blocks(tokens: int, rows: int, sequences: int | None = None) -> int:
     """How many blocks of `rows` rows there is room for; of varlen sequences, in `tokens` of all of them."""
     return -(-tokens // rows) if sequences is None else tokens // rows + sequences
+
+
+def shapes_of(
+    role: Role, shape: tuple[int, ...], rows: int | None, sequences: int | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of data and scale of a tensor (B, H, S, D), of varlen sequences (T, H, D). rows: of queries and
+    keys, that share a scale. sequences: how many varlen sequences there are, None for a batch."""
+    tokens, heads = (shape[2], shape[:2]) if sequences is None else (shape[0], shape[1:2])
+    width = padded_width(shape[-1])
+    if role == "v":
+        return (*heads, width, num_blocks(tokens, GROUP, sequences) * GROUP), tuple(heads)
+    return (*shape[:-1], width), (*heads, num_blocks(tokens, rows, sequences))
 
 
 def first_block(start, sequence, rows: int):

@@ -8,7 +8,17 @@ import torch
 
 from attnlib.kernels.common import device
 from attnlib.kernels.common.descriptors import legal, readable
-from attnlib.kernels.common.fp8 import CHUNK, GROUP, ROWS, Fp8, Recipe, Role, num_blocks, padded_width
+from attnlib.kernels.common.fp8 import (
+    CHUNK,
+    GROUP,
+    ROWS,
+    Fp8,
+    Recipe,
+    Role,
+    num_blocks,
+    padded_width,
+    shapes_of,
+)
 from attnlib.kernels.common.launcher import LIMIT, Launch, Launches, Part
 from attnlib.kernels.common.signature import PREPARED
 
@@ -178,9 +188,9 @@ def prepare(call: Call) -> Plan:
         constants={**constants, "ROWS": rows, "INTERPRETED": device.interpreted()},
         options={"num_warps": max(4, rows // 16), **device.begins_early(overlaps)},
     )
-    data = (*heads, width, room * GROUP) if is_v else (*call.shape[:-1], width)
+    data, scale = shapes_of(call.role, call.shape, rows, call.sequences)
     launches = Launches([*launches, quantizing], call.device, TENSORS)
-    return Plan(launches, data, stored, heads if is_v else (*heads, room), mean, parts)
+    return Plan(launches, data, stored, scale, mean, parts)
 
 
 def _centering(
