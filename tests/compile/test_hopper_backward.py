@@ -78,7 +78,7 @@ OPTION_SPILLS = {
     (64, "alternate causal"): 12, (64, "alternate dense"): 4, (128, "alternate causal"): 6,
     (64, "bulk causal"): 2, (64, "bulk dense"): 10, (80, "bulk causal"): 8, (96, "bulk dense"): 8,
     (128, "bulk causal"): 2, (128, "bulk varlen window"): 4, (64, "early causal"): 8,
-    (192, "early causal"): 4,
+    (192, "early causal"): 4, (256, "values first window"): 6, (256, "values first both sides"): 6,
     (64, "persistent early causal"): 14, (64, "persistent dense"): 14, (80, "persistent causal"): 10,
     (96, "persistent bulk dense"): 12, (128, "persistent early causal"): 8, (128, "persistent dense"): 8,
     (128, "persistent window"): 10, (64, "persistent bulk dense"): 6, (64, "persistent early both sides"): 8,
@@ -144,6 +144,7 @@ WHOLE = {"half_p": False}
 FORMS |= {"turns bulk whole": FORMS["turns bulk"] | WHOLE, "bulk whole": FORMS["bulk"] | WHOLE}
 FORMS["alternate bulk whole"] = FORMS["bulk whole"] | {"alternate": True}
 FORMS |= {f"{name} shared": form for name, form in FORMS.items() if form.get("persistent")}
+FORMS["values first"] = {"values_first": True}
 FORMS |= {"spread": {"placed": False}, "spread shared": {"placed": False}, "all load": {"loaded": 3}}
 OPTIONS = "deterministic", *FORMS, "shared", "apart"
 """Words before a kind: of the configuration; the last two, programs that share a key head."""

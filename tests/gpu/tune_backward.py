@@ -9,6 +9,7 @@
     python tests/gpu/tune_backward.py choices --rounds 4         some 80 s, and as long `narrow`
     python tests/gpu/tune_backward.py last --rounds 4            some 130 s
     python tests/gpu/tune_backward.py varlen96 --rounds 4        some 50 s
+    python tests/gpu/tune_backward.py wide --rounds 4            not run yet
 
 steps: forms of a step, as `STEP_FORMS` names them, of calls whose heads all have keys of their own.
 persistent: one tile a program, or programs that stay on their SM ("stays").
@@ -29,6 +30,8 @@ narrow: the same of up to 128 columns; "half": dS from P as it was rounded.
 last: under a diagonal, how much of L2 the heads that advance together may take ("8 MB"), and a last section
 that is like the others ("equal") or larger; of 96 keys also how operands are read, P is masked and dQ is
 added, of grouped heads how many a program visits.
+wide: beyond 192 columns, windows and grouped heads, some of which were faster before: which warpgroup is the
+program's first, an early mask, and heads that advance together; of grouped heads query heads a program.
 varlen96: varlen sequences of 160 and 192 columns, 64 keys a program and 96; "96" is what calls get that have
 96 keys, grouped heads as many a program as those.
 
@@ -149,6 +152,10 @@ LAST = """
 192-causal-1024 192-causal-4096 192-causal-2048 192-causal-512 192-causal-16384 256-causal-1024
 160-causal-1024 256-gqa8-4096 256-gqa4-16384 192-gqa8-1024 128-causal-512 96-causal-1024 128-causal-2048
 64-causal-1024 256-gqa8-16384 96-causal-4096 192/128-causal-4096 256-causal-4096 96-gqa8-1024
+""".split()
+WIDE = """
+256-window-4096 256-gqa4-16384 256-window-16384 224-window-4096 256-gqa4-512 256-window-2048 224-gqa4-16384
+256-gqa8-16384 256-gqa8window-4096 256-causal-4096 224-dense-4096 192-window-4096
 """.split()
 GROUPED = [
     f"{head_dim}-{kind}-{length}"
@@ -358,6 +365,25 @@ def last_forms(cell: Cell) -> Forms:
     return found
 
 
+def wide_forms(cell: Cell) -> Forms:
+    """Of one call beyond 192 columns, or of 192 with a window: orders of the warpgroups of 64 keys a program,
+    P masked early, sections of heads."""
+    config, kind = default_of(cell), KINDS[cell.kind]
+    found = {DEFAULT: config}
+    if isinstance(config, Keys96BackwardConfig):
+        return found | {f"{n} MB": replace(config, l2_bytes=n << 20) for n in (8, 40)}
+    visits = [n for n in (1, 2, kind.group // 2, kind.group) if kind.group > 1] or [config.visited]
+    for visited in dict.fromkeys(visits):
+        for first in (False, True):
+            form = replace(config, visited=visited, values_first=first)
+            name = ("values first" if first else "keys first") + f", visits {visited}" * (kind.group > 1)
+            found |= {name: form, f"{name}, 40 MB": replace(form, l2_bytes=40 << 20)}
+            if kind.group == 1:
+                found[f"{name}, 8 MB"] = replace(form, l2_bytes=8 << 20)
+                found |= {f"{name}, early": replace(form, early_mask=True)} if kind.causal else {}
+    return found
+
+
 def varlen96_forms(cell: Cell) -> Forms:
     """Of one call of varlen sequences: 64 keys a program and 96."""
     columns, group = (160 if cell.shape.head_dim <= 160 else 192), KINDS[cell.kind].group
@@ -388,6 +414,7 @@ SETS = {
     "narrow": (narrow_forms, NARROW),
     "last": (last_forms, LAST),
     "varlen96": (varlen96_forms, VARLEN96),
+    "wide": (wide_forms, WIDE),
 }
 
 

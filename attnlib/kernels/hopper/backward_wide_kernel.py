@@ -432,8 +432,9 @@ def attention_backward_hopper_wide(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, LAST, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr,
         SHARE,
     )  # fmt: skip
-    # Warpgroup 1 comes first, of all orders the fastest. Not because of its code: that of 2 has the most of
-    # moves of addresses (R2UR) here, and an order without any was slower (docs/lab/hopper-backward.md).
+    # Warpgroup 1 comes first, of all orders the fastest in dense and causal calls. Not because of its code:
+    # that of 2 has the most of moves of addresses (R2UR) here, and an order without any was slower
+    # (docs/lab/hopper-backward.md). Windows were not timed so.
     consumer: gl.constexpr = plan.registers.consumer
     dq: gl.constexpr = plan.registers.dq
     producer: gl.constexpr = plan.registers.producer
@@ -446,6 +447,13 @@ def attention_backward_hopper_wide(
             (await_turns, (turns, work, plan)),
             (count_turns, (turns, work, plan)),
         ], [4, 4, 1, 1, 1], [consumer, dq, producer, producer, producer])
+    elif plan.values_first:
+        gl.warp_specialize([
+            (_values, (desc_dv, mem, qk_scale, work, plan)),
+            (_keys, (desc_dk, mem, sm_scale, work, plan)),
+            (_queries, (dq_ptr, mem, work, plan)),
+            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+        ], [4, 4, 1], [consumer, dq, producer])
     else:
         gl.warp_specialize([
             (_keys, (desc_dk, mem, sm_scale, work, plan)),

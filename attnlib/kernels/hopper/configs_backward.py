@@ -29,6 +29,8 @@ class HopperBackwardConfig:
         persistent: a program stays on its SM and draws one tile after the other, see `backward_persistent`;
             not for varlen sequences.
         early_mask: P is masked before its exponentials, not after.
+        values_first: of the wide kernel, the warpgroup that forms dV is the program's first, else that of dK.
+            Both compute the same; the compiler makes other code of them.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
@@ -54,6 +56,7 @@ class HopperBackwardConfig:
     alternate: bool = False
     bulk: bool = False
     early_mask: bool = False
+    values_first: bool = False
     masked_stagger: int = 0
     persistent: bool = False
     visited: int | None = None
@@ -65,6 +68,9 @@ class HopperBackwardConfig:
     def __post_init__(self) -> None:
         if self.alternate and self.block_n != 128:
             raise ValueError(f"alternate: expected False with block_n={self.block_n} (wide kernel), got True")
+        if self.values_first and (self.block_n != 64 or self.deterministic):
+            others = f"block_n={self.block_n}, deterministic={self.deterministic}"
+            raise ValueError(f"values_first: expected False with {others}, got True")
         for option in ("bulk", "persistent"):
             if getattr(self, option) and (self.deterministic or self.block_n != 128):
                 others = f"deterministic={self.deterministic}, block_n={self.block_n}"

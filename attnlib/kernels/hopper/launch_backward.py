@@ -169,6 +169,7 @@ def make_plan(
     if width > 128:
         plan, how = (WideBackwardPlan, SplitWideBackwardPlan), (config.block_m, varlen, BackwardMask(**mask))
         how += WideRegisters(*kept, config.dq_registers), config.deterministic
+        parts["values_first"] = config.values_first
     else:
         plan, how = (BackwardPlan, SplitBackwardPlan), (config.block_m, config.half_p, config.stagger, varlen)
         how += BackwardMask(**mask), Registers(*kept), config.deterministic, config.alternate

@@ -272,6 +272,7 @@ class WideBackwardPlan(Constants):
     Attributes:
         d: columns of a tile, the head dimension or more: 256.
         varlen, block_m, deterministic, early_mask, shared, added: as in `BackwardPlan`.
+        values_first: as in `HopperBackwardConfig`.
     """
 
     d: int
@@ -283,6 +284,7 @@ class WideBackwardPlan(Constants):
     early_mask: bool = False
     shared: bool = False
     added: bool = False
+    values_first: bool = False
 
     block_n = gl.constexpr(64)  # keys of a program
     persistent = gl.constexpr(False)

@@ -225,9 +225,9 @@ def test_forms_of_a_step(name: str, order: str) -> None:
     assert check_backward(replace(call, config=config), order).reports[-1].unwaited == ()
 
 
-@pytest.mark.parametrize("D", [192, 256])
-def test_an_early_mask_in_the_wide_kernel(D: int) -> None:
-    config = replace(hopper_backward_config(D), early_mask=True)
+@pytest.mark.parametrize(("D", "option"), [(192, "early_mask"), (256, "early_mask"), (256, "values_first")])
+def test_options_of_the_wide_kernel(D: int, option: str) -> None:
+    config = replace(hopper_backward_config(D), **{option: True})
     check_backward(Call(D, 1, 1, 100, 150, causal=False, window=(40, 10), config=config), "random")
 
 
