@@ -72,10 +72,10 @@ def attention_decode(
     `(k / k_scale[..., None, None]).clamp(-448, 448).to(torch.float8_e4m3fn)` with k_scale = max|k| / 448 of
     a sequence and head is off by at most 1/16 of each element.
 
-    A scale for each page costs more time than it saves: on an H200 such a cache is slower than a contiguous
-    one in 16 bits in every call that was timed, and slower than the same pages in 16 bits in all but the
-    shortest. One scale for each sequence and head is faster than 16 bits. Memory is halved in both.
-    Chapter 23 has the times.
+    Memory is halved in every form, time is not: on an H200 one scale for each sequence and head is faster
+    than 16 bits. With a scale for each page, pages of 64 keys are faster than the same pages in 16 bits but
+    for D = 64, and pages of 16 keys are slower, but for the shortest call that was timed. Chapter 23 has the
+    times.
 
     Inference only: no gradient, no torch.func. `torch.compile(fullgraph=True)` and `torch.export` see it as
     the operator `torch.ops.attnlib.attention_decode`. `torch.autocast` has no effect.

@@ -42,7 +42,7 @@ def test_right_outputs_pass_and_wrong_ones_do_not(name, device):
     judge = time_decode.Judge(call, inputs)
     made = time_decode.implementations(inputs)
     ours = [impl for impl in made if impl.startswith("attnlib")]
-    assert len(ours) == 6 + 2 * (name == "batch")
+    assert len(ours) == 7 + 2 * (name == "batch")
     assert ("cudnn" in made) == ("flash" in made) == (name == "batch")
     for impl in ours:
         out = made[impl]()()
@@ -99,7 +99,7 @@ def test_the_record(small, tmp_path, capsys, monkeypatch):
     status = {row["impl"]: row["status"] for row in table.select(call.shape)}
     peers = [status.pop(impl) for impl in list(status) if not impl.startswith("attnlib")]
     assert "not installed" in peers and peers.count("ok") == 2, peers  # the copies
-    assert len(status) == 6 and set(status.values()) == {"ok"}
+    assert len(status) == 7 and set(status.values()) == {"ok"}
     assert table.one(call.shape, impl="copy")["percent_of_copy"] == 100
     assert "GB/s" in capsys.readouterr().out
 

@@ -176,9 +176,9 @@ def dispatched(inputs: Inputs) -> Function:
     return lambda: attention(q, k, v)
 
 
-def paged(inputs: Inputs, page: int) -> Function:
+def paged(inputs: Inputs, page: int, split: str | None = None) -> Function:
     k, v, table, lengths = paged_caches(inputs, page)
-    return lambda: attention_decode(inputs.q, k, v, lengths=lengths, page_table=table)
+    return lambda: attention_decode(inputs.q, k, v, lengths=lengths, page_table=table, split=split)
 
 
 def paged_caches(inputs: Inputs, page: int) -> tuple[torch.Tensor, ...]:
@@ -226,6 +226,7 @@ def implementations(inputs: Inputs) -> dict[str, Callable[[], Function]]:
         "attnlib, none": lambda: ours(inputs, "none"),
         "attnlib, same launch": lambda: configured(inputs, lambda c: replace(c, same_launch=True)),
         **{f"attnlib, pages of {page}": lambda page=page: paged(inputs, page) for page in PAGES},
+        "attnlib, pages of 16, none": lambda: paged(inputs, PAGES[0], "none"),
         "cudnn, lengths": lambda: decode_peers.cudnn(*inputs[:3], lengths_of(inputs)),
         **{f"cudnn, pages of {page}": lambda page=page: decode_peers.cudnn(*inputs, page) for page in PAGES},
         "fa3": lambda: fa3(inputs),

@@ -196,8 +196,9 @@ def _cut_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def cut_values(v: Fp8) -> float:
     """A bound on the same error of an output whose values have a mean: each addition takes half a last bit of
     all that is added, in one direction."""
-    means = [x.mean(1).abs().max().item() * x.shape[1] for x in model.values_of(v) if x.numel()]
-    return max(means, default=0.0) / fp8_sums.TOGETHER * ADDED / 2 * 2.0**-fp8_sums.KEPT / 2
+    means = [x.mean(1).abs().max().item() * -(-x.shape[1] // fp8_sums.TOGETHER)
+             for x in model.values_of(v) if x.numel()]  # fmt: skip
+    return max(means, default=0.0) * ADDED / 2 * 2.0**-fp8_sums.KEPT / 2
 
 
 FLIPS = 5e-3
