@@ -15,6 +15,7 @@ from attnlib.arguments.exact import Options, check, check_varlen
 from attnlib.arguments.offsets import check_offsets
 from attnlib.autograd import Asked, Attention
 from attnlib.block_mask import BlockMask
+from attnlib.block_mask.of_torch import of_torch
 from attnlib.dispatch import Choice
 from attnlib.params import Implementation, MaskWindow, Params, Varlen, mask_window
 from attnlib.scored_call import masked, refuse_functions, run
@@ -34,7 +35,7 @@ def attention(
     window: Window | None = None,
     sm_scale: float | None = None,
     return_lse: Literal[False] = False,
-    block_mask: BlockMask | None = None,
+    block_mask: BlockMask | torch.nn.attention.flex_attention.BlockMask | None = None,
     score: Score | None = None,
     deterministic: bool = False,
     impl: Implementation | None = None,
@@ -49,7 +50,7 @@ def attention(
     window: Window | None = None,
     sm_scale: float | None = None,
     return_lse: Literal[True],
-    block_mask: BlockMask | None = None,
+    block_mask: BlockMask | torch.nn.attention.flex_attention.BlockMask | None = None,
     score: Score | None = None,
     deterministic: bool = False,
     impl: Implementation | None = None,
@@ -91,7 +92,9 @@ def attention(
             flows through it.
         block_mask: an `attnlib.BlockMask`: query i sees key j where the mask says so, and only if `causal`
             and `window` allow it too. The work is proportional to the blocks that are seen. The first call
-            with a mask and a window makes the mask of both, which waits for the GPU and is kept.
+            with a mask and a window makes the mask of both, which waits for the GPU and is kept. Or a
+            `torch.nn.attention.flex_attention.BlockMask`, as FlexAttention takes it: the first call with it
+            makes an `attnlib.BlockMask` of it, which is kept with it; not in a compiled graph.
         score: an `attnlib.Score`: a soft cap, ALiBi, attention sinks, a bias, a function of your own. Such a
             call runs in the kernels for block masks. It has gradients of sinks and bias, too, and no
             `torch.vmap`. A compiled graph takes a function of your own in a score that is made outside of it.
@@ -135,7 +138,7 @@ def attention(
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
     symbols = symbolic()
-    options = Options(*asked, block_mask, score)
+    options = Options(*asked, of_torch(block_mask), score)
     check(q, k, v, options, symbols, own_values=True)
     if symbols or not plain(q, k, v):
         return _operator(q, k, v, None, options)
@@ -367,7 +370,7 @@ def explain(
     """
     if torch.compiler.is_dynamo_compiling():
         raise NotImplementedError("explain under torch.compile: not supported; call it outside")
-    options = Options(causal, window, sm_scale, return_lse, deterministic, impl, block_mask, score)
+    options = Options(causal, window, sm_scale, return_lse, deterministic, impl, of_torch(block_mask), score)
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
     check(q, k, v, options, own_values=True)

@@ -240,12 +240,15 @@ def _integer_tensor(name: str, tensor: Any) -> None:
 # ---------------------------------------------------------------- as an argument of attention
 
 
+def is_torch_mask(mask) -> bool:
+    """Whether it is FlexAttention's BlockMask, whose module takes long to import."""
+    return type_name(mask) == "torch.nn.attention.flex_attention.BlockMask"
+
+
 def check_block_mask(mask, q: torch.Tensor, k: torch.Tensor) -> None:
     """An `attnlib.BlockMask` that fits q and k."""
     if type_name(mask) != "attnlib.block_mask.mask.BlockMask":  # which imports this file
-        hint = ""
-        if type_name(mask) == "torch.nn.attention.flex_attention.BlockMask":
-            hint = "; attnlib.BlockMask.from_torch makes one of it"
+        hint = "; attnlib.BlockMask.from_torch makes one of it, outside of the graph" * is_torch_mask(mask)
         raise TypeError(f"block_mask: expected an attnlib.BlockMask or None, got {type_name(mask)}{hint}")
     B, H, S_q, S_k = mask.shape
     if mask.device != q.device:

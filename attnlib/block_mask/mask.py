@@ -234,7 +234,7 @@ class BlockMask:
     @classmethod
     def from_torch(cls, mask: torch.nn.attention.flex_attention.BlockMask) -> BlockMask:
         """From what `torch.nn.attention.flex_attention.create_block_mask` gives: its full blocks as they are,
-        the others by its function.
+        the others by its function. Its lists may have any order.
 
         Raises:
             TypeError: it is another object, or its function gives no bool tensor.

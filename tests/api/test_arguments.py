@@ -409,13 +409,12 @@ def mask(*shape, **options):
     return BlockMask.from_function(lambda b, h, q, k: q >= 0, *lengths, B=B, H=H, **options)
 
 
-THEIR_MASK = create_block_mask(lambda b, h, q, k: q >= k, None, None, 8, 8, device="cpu")
+THEIR_MASK = create_block_mask(lambda b, h, q, k: q >= k, None, None, 9, 8, device="cpu")
 MASKS = [
     ({"block_mask": torch.ones(8, 8, dtype=torch.bool)}, TypeError,
      "block_mask: expected an attnlib.BlockMask or None, got torch.Tensor"),
-    ({"block_mask": THEIR_MASK}, TypeError,
-     "block_mask: expected an attnlib.BlockMask or None, got torch.nn.attention.flex_attention.BlockMask; "
-     "attnlib.BlockMask.from_torch makes one of it"),
+    ({"block_mask": THEIR_MASK}, ValueError,
+     "block_mask: expected 8 queries and 8 keys as q and k have, got 9 and 8"),
     ({"block_mask": mask(1, 1, 9, 8)}, ValueError,
      "block_mask: expected 8 queries and 8 keys as q and k have, got 9 and 8"),
     ({"block_mask": mask(1, 1, 8, 7)}, ValueError,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import re
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from sparse_cases import FUNCTIONS
 from torch.nn.attention.flex_attention import BlockMask as TorchMask
 from torch.nn.attention.flex_attention import create_block_mask
 
-from attnlib import BlockMask
-from attnlib.block_mask import lists, tiles
+from attnlib import BlockMask, attention, explain
+from attnlib.block_mask import lists, of_torch, tiles
 from attnlib.block_mask.mask import by_handle, is_short
 from attnlib.kernels.reference.gradients import visible
 from attnlib.params import MaskWindow
@@ -45,6 +46,30 @@ def test_made_of_functions_and_tensors(name, lengths, pieces):
     theirs = create_block_mask(FUNCTIONS[name], 2, 3, *lengths, device="cpu", BLOCK_SIZE=(128, 64))
     assert torch.equal(BlockMask.from_torch(theirs).to_dense(), expected)
     assert mask.to("cpu") is mask and mask.to("meta").shape == mask.shape
+
+
+def test_attention_takes_torchs_masks():
+    """FlexAttention's users give theirs; it is made into ours once, and goes with it."""
+    q, k, v = (torch.randn(1, 2, 200, 16) for _ in range(3))
+    theirs = create_block_mask(FUNCTIONS["stripes"], None, None, 200, 200, device="cpu")
+    expected = attention(q, k, v, block_mask=BlockMask.from_torch(theirs), impl="reference")
+    with mock.patch.object(BlockMask, "from_torch", wraps=BlockMask.from_torch) as made:
+        for _ in range(2):
+            assert torch.equal(attention(q, k, v, block_mask=theirs, impl="reference"), expected)
+        assert explain(q, k, v, block_mask=theirs, impl="reference").kernel == "reference"
+    assert made.call_count == 1
+    kept = len(of_torch._made)
+    del theirs, made
+    gc.collect()
+    assert len(of_torch._made) == kept - 1
+
+
+def test_a_compiled_graph_makes_no_mask_of_torchs():
+    q = torch.randn(1, 2, 200, 16)
+    theirs = create_block_mask(FUNCTIONS["stripes"], None, None, 200, 200, device="cpu")
+    call = lambda x: attention(x, x, x, block_mask=theirs, impl="reference")  # noqa: E731
+    with pytest.raises(Exception, match="attnlib.BlockMask.from_torch makes one of it, outside of the graph"):
+        torch.compile(call, fullgraph=True)(q)
 
 
 def test_full_blocks_of_torch_are_full_whatever_the_function_says():
