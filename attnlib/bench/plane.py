@@ -1,7 +1,7 @@
 """The plane of calls that attnlib and FlashAttention-3 are compared on: head dimension x length x kind.
 
 `tests/gpu/time_plane.py` measures it, a row of the record for each cell and pass; `book.plane_chart` shows
-them.
+them. Calls that are asked for by name (`NAMED`) have a table of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from attnlib.bench.backward import FLOPS
 from attnlib.bench.shapes import Shape
 from attnlib.bench.verdict import Verdict
 
-RECORD, TABLE = "plane", "cells"
+RECORD, TABLE, NAMED_TABLE = "plane", "cells", "named"
 OURS, PEER = "attnlib", "fa3"
 DIMS = 64, 72, 80, 96, 112, 128, 160, 192, 224, 256
 LENGTHS = 512, 1024, 2048, 4096, 16384
@@ -42,6 +42,7 @@ KINDS = {
 OTHERS = {
     "gqa8dense": Kind("GQA 8:1", causal=False, group=8),
     "gqa8window": Kind("window of 1024 keys, GQA 8:1", group=8, window=(1023, 0)),
+    "window256": Kind("window of 256 keys", window=(255, 0)),
     "gqa2": Kind("causal, GQA 2:1", group=2),
     "gqa16": Kind("causal, GQA 16:1", group=16),
     "varlen": Kind("varlen, causal", varlen=True),
@@ -50,7 +51,7 @@ OTHERS = {
     "varlengqa8": Kind("varlen, causal, GQA 8:1", group=8, varlen=True),
     "varlengqa4": Kind("varlen, causal, GQA 4:1", group=4, varlen=True),
 }
-"""Kinds of calls that are tuned beside those of the plane."""
+"""Kinds of calls that are tuned, or measured as `NAMED`, beside those of the plane."""
 ALL = KINDS | OTHERS
 FP16 = [(kind, 4096) for kind in ("causal", "dense")]
 """What is measured in fp16, too: (kind, length)."""
@@ -89,6 +90,23 @@ class Cell(NamedTuple):
         """That a pass is credited with."""
         forward = 4 * self.shape.batch * self.shape.heads * self.shape.head_dim * self.pairs
         return forward * (FLOPS if way == "backward" else 1)
+
+
+NAMED = [
+    Cell("causal", Shape(1, 40, 6000, 80)),
+    Cell("causal", Shape(2, 16, 4000, 96)),
+    Cell("causal", Shape(2, 16, 3000, 192)),
+    Cell("dense", Shape(4, 16, 4096, 128, False)),
+    Cell("dense", Shape(2, 16, 8192, 128, False)),
+    Cell("dense", Shape(1, 8, 16384, 256, False)),
+    Cell("gqa4", Shape(4, 32, 4096, 128, heads_kv=8)),
+    Cell("window", Shape(2, 16, 8192, 128)),
+    Cell("window256", Shape(4, 32, 4096, 64)),
+    Cell("causal", Shape(16, 32, 1024, 64)),
+    Cell("causal", Shape(2, 16, 8192, 128)),
+]
+"""Calls that are asked for by name, in fp16, as the task is. Where only a length was named they have 16384
+tokens; windows are at the task's shapes of their head dimensions."""
 
 
 def cell(kind: str, head_dim: int, length: int, dtype: str = "bfloat16") -> Cell:

@@ -1,5 +1,5 @@
-"""Heat maps of the plane of `bench.plane`, attnlib beside FlashAttention-3, a cell for each call; and a table
-of those in which FlashAttention-3 is faster."""
+"""Heat maps of the plane of `bench.plane`, attnlib beside FlashAttention-3, a cell for each call; a table of
+those in which FlashAttention-3 took less time; and one of the named calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from matplotlib.patches import Patch, Rectangle
 from attnlib.bench import plane
 from attnlib.bench.plane import KINDS, Cell
 from attnlib.bench.shapes import DTYPES
-from attnlib.bench.verdict import ABSENT, SLOWER, TIE, tally
+from attnlib.bench.verdict import ABSENT, TIE, tally
 from attnlib.book.charts import new_figure, rows_of, source_of
 from attnlib.book.labels import provenance
 from attnlib.book.palette import COLORS, OURS, WIDE, ink_on
@@ -33,13 +33,18 @@ SCALE = Normalize(-math.log(FAR), math.log(FAR))
 
 FA3_COLUMNS = 64, 96, 128, 192, 256
 """Columns that FlashAttention-3's kernels compute with."""
+UNKNOWN = "unknown"
 KNOWN = {
-    ("forward", 192): "64 keys in a block: as few products as FA3, and as few of them under a softmax",
-    ("backward", 96):
-        "of two parts of K and V one in registers: a step reads a third more shared memory than with both",
+    ("forward", 96, None): UNKNOWN,
+    ("backward", 96, None): "inferred: one of two parts of K and V in registers, not both",
+    ("backward", 128, "dense"): f"{UNKNOWN}; it is not the wait for Q",
+    ("backward", 192, None): f"{UNKNOWN}; in the kernel, not in the passes around it",
+    ("backward", 256, None): "inferred: 64 keys a program, FA3 80, so more bytes of the L2 for a key",
+    ("backward", 256, "window"): f"{UNKNOWN}; such calls led in the first record",
 }
-"""What is known of a loss, by pass and the columns that attnlib computes: see docs/lab/hopper.md and
-hopper-backward.md. Neither was tested by itself."""
+"""What the lab (docs/lab/hopper.md, hopper-backward.md) knows of a loss, by pass, the columns that attnlib
+computes, and the kind of call; kind None: of all that have no line of their own. What is inferred was not
+tested by itself."""
 
 
 class Panel(NamedTuple):
@@ -160,7 +165,7 @@ def alt_text(table: object, way: str) -> str:
     )
 
 
-# ---------------------------------------------------------------- where FlashAttention-3 is faster
+# ---------------------------------------------------------------- where FlashAttention-3 took less time
 
 
 def columns_of(way: str, head_dim: int) -> tuple[int, int]:
@@ -169,14 +174,19 @@ def columns_of(way: str, head_dim: int) -> tuple[int, int]:
     return config.width(head_dim), min(n for n in FA3_COLUMNS if n >= head_dim)
 
 
-def slower(table: object) -> list[dict[str, Any]]:
-    """Where attnlib is slower by more than the noise, for a table: a line for each pass, kind, dtype and head
-    dimension, with its lengths and their ratios."""
-    rows = [row for row in rows_of(table) if plane.verdict_of(row).word == SLOWER]
+def known_of(way: str, columns: int, kind: str) -> str:
+    """What is known of a loss."""
+    return KNOWN.get((way, columns, kind)) or KNOWN.get((way, columns, None), UNKNOWN)
+
+
+def behind(table: object) -> list[dict[str, Any]]:
+    """Where attnlib took longer, slower or a tie, for a table: a line for each pass, kind, dtype, head
+    dimension and verdict, with its lengths and their ratios."""
+    rows = [row for row in rows_of(table) if row.get("ratio", 1) < 1]
 
     def line(row: dict[str, Any]) -> tuple[Any, ...]:
-        kind = list(KINDS).index(row["kind"])
-        return plane.PASSES.index(row["pass"]), row["dtype"] == "float16", kind, row["head_dim"]
+        kind, word = list(KINDS).index(row["kind"]), plane.verdict_of(row).word
+        return plane.PASSES.index(row["pass"]), row["dtype"] == "float16", kind, row["head_dim"], word
 
     lines = []
     for _, group in groupby(sorted(rows, key=lambda row: (*line(row), row["seqlen"])), line):
@@ -186,8 +196,32 @@ def slower(table: object) -> list[dict[str, Any]]:
         own, theirs = columns_of(way, d)
         lines.append({
             "pass": way, "kind": KINDS[first["kind"]].label, "dtype": DTYPES[first["dtype"]][0], "D": d,
+            "verdict": plane.verdict_of(first).word,
             "least": min(row["ratio"] for row in group),
             "S: ratio": ", ".join(f"{row['seqlen']}: {row['ratio']:.3f}" for row in group),
-            "columns": f"{own}, FA3 {theirs}", "known": KNOWN.get((way, own), "–"),
+            "columns": f"{own}, FA3 {theirs}", "known": known_of(way, own, first["kind"]),
         })  # fmt: skip
     return lines
+
+
+# ---------------------------------------------------------------- calls that were asked for by name
+
+
+def named(table: object) -> list[dict[str, Any]]:
+    """A line for each of `plane.NAMED` that was measured, with TFLOP/s of both and the verdict, by pass."""
+    found = {plane.key(row): row for row in rows_of(table)}
+    lines = []
+    for cell in plane.NAMED:
+        own = {way: row for way in plane.PASSES if (row := found.get((cell, way)))}
+        if own:
+            lines.append({"call": cell.label} | {
+                name: text for way in plane.PASSES for name, text in _columns(way, own.get(way)).items()
+            })  # fmt: skip
+    return lines
+
+
+def _columns(way: str, row: dict[str, Any] | None) -> dict[str, Any]:
+    """Those of one pass; None where it has no number."""
+    speeds = {f"{way}, {name}": (row or {}).get(f"{name}_tflops") for name in (plane.OURS, plane.PEER)}
+    said = plane.verdict_of(row).cell() if row else None
+    return {name.replace(plane.PEER, "FA3"): x for name, x in speeds.items()} | {f"{way}, verdict": said}

@@ -21,6 +21,7 @@ HOST, STEP = ("host_time", "backward"), ("host_time", "step")
 DECODE = ("decode", "calls")
 FP8 = ("fp8", "attention")
 HEAD_DIMS, HEAD_DIMS_BACKWARD = ("head_dims", "calls"), ("head_dims", "backward")
+VALUES, VALUES_BACKWARD = ("head_dims", "values"), ("head_dims", "values_backward")
 MONARCH, MONARCH_TOKENS = ("monarch", "sweep"), (1024, 4096, 16384, 65536)
 ENTMAX, ENTMAX_CODES = "entmax", 10
 DISTR, DISTR_TOKENS = ("distr", "attention"), (4096, 16384)
@@ -150,8 +151,17 @@ def head_dims_table() -> str:
     return "\n\n".join(found)
 
 
-def _head_dims(table: records.Table, way: str) -> str:
-    impls = {"attnlib": "attnlib", "padded": "padded to a power of two", "fa3": "FA3", "cudnn": "cuDNN"}
+def values_table() -> str:
+    """The tables of values with a head dimension of their own, of the same record."""
+    ways = {"Forward": VALUES, "Backward": VALUES_BACKWARD}
+    return "\n\n".join(
+        _head_dims(records.load(*where, gpu=records.REFERENCE_GPU), way, "filled up")
+        for way, where in ways.items()
+    )
+
+
+def _head_dims(table: records.Table, way: str, padded: str = "padded to a power of two") -> str:
+    impls = {"attnlib": "attnlib", "padded": padded, "fa3": "FA3", "cudnn": "cuDNN"}
     columns = {"call": f"{way}, TFLOP/s", **impls, "of_fa3": "attnlib / FA3"}
     lines: Lines = {}
     for row in table.rows:
@@ -340,10 +350,10 @@ def s2_table() -> str:
 
 SECTIONS = {
     "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
-    "kept_shift": kept_shift_table, "plane": plane_table, "head_dims": head_dims_table, "host": host_table,
-    "decode": decode_table, "generate": generate_table, "fp8": fp8_table,
-    "sparse": sparse_tables, "s2": s2_table, "approximate": approximate_tables, "entmax": entmax_table,
-    "distributed": distributed_table,
+    "kept_shift": kept_shift_table, "plane": plane_table, "head_dims": head_dims_table,
+    "values": values_table, "host": host_table, "decode": decode_table, "generate": generate_table,
+    "fp8": fp8_table, "sparse": sparse_tables, "s2": s2_table, "approximate": approximate_tables,
+    "entmax": entmax_table, "distributed": distributed_table,
 }  # fmt: skip
 """What pages show between `<!-- name -->` and `<!-- /name -->`."""
 

@@ -89,6 +89,16 @@ def test_backward_candidates_are_configurations_of_their_head_dimension():
     assert any(name.startswith("64 + 32") for name in time_head_dims.tuned_backward(Shape(1, 1, 64, 72)))
 
 
+def test_gradients_in_order_are_timed_at_each_width_that_has_a_kernel():
+    def width(head_dim: int) -> int:
+        return configs_backward.hopper_backward_config(head_dim, deterministic=True).width(head_dim)
+
+    shapes = time_head_dims.TOKENS
+    assert {width(shape.head_dim) for shape in shapes} == {width(d) for d in range(8, 257, 8)}
+    for shape in shapes:
+        assert shape.batch * shape.seqlen == 16384 and len(time_head_dims.tuned_in_order(shape)) >= 4
+
+
 def test_candidates_are_configurations_of_their_head_dimension():
     for shape in time_head_dims.SHAPES:
         if shape.head_dim not in (72, 112):

@@ -43,7 +43,7 @@ def package(q, k, v, causal, sm_scale, window_size=None):
 
 @pytest.fixture
 def small(gpu, monkeypatch):
-    monkeypatch.setitem(plane.KINDS, "window", KINDS["window"]._replace(window=(7, 0)))
+    monkeypatch.setitem(plane.ALL, "window", KINDS["window"]._replace(window=(7, 0)))
     monkeypatch.setattr(plane, "groups", lambda: iter(SMALL))
     monkeypatch.setattr(plane, "DIMS", (16,))
     monkeypatch.setattr(time_plane, "compile_all", lambda cells: None)
@@ -52,8 +52,8 @@ def small(gpu, monkeypatch):
     monkeypatch.setattr(peers, "_fa3_forward", lambda: package)
 
 
-def rows_of(path):
-    return json.loads(path.read_text())["tables"]["cells"]["rows"]
+def rows_of(path, table="cells"):
+    return json.loads(path.read_text())["tables"][table]["rows"]
 
 
 def test_the_cells():
@@ -67,6 +67,23 @@ def test_the_cells():
         assert shape.batch * shape.seqlen == plane.TOKENS
         assert shape.heads == shape.kv_heads * KINDS[kind].group
         assert 1024 <= shape.heads * shape.head_dim <= 2048
+
+
+def test_the_named_calls():
+    """Once each, of the kind that their shape says, and each window hides keys."""
+    assert len(set(plane.NAMED)) == len(plane.NAMED)
+    for cell in plane.NAMED:
+        one = plane.ALL[cell.kind]
+        assert cell.shape.causal == one.causal and not one.varlen, cell
+        assert cell.shape.heads == cell.shape.kv_heads * one.group, cell
+        assert one.window is None or one.window[0] + 1 < cell.shape.seqlen, cell
+    assert [cell.label for cell in plane.NAMED] == [
+        "B1 H40 S6000 D80 causal fp16", "B2 H16 S4000 D96 causal fp16", "B2 H16 S3000 D192 causal fp16",
+        "B4 H16 S4096 D128 dense fp16", "B2 H16 S8192 D128 dense fp16", "B1 H8 S16384 D256 dense fp16",
+        "B4 H32/8 S4096 D128 causal fp16", "B2 H16 S8192 D128 causal fp16, window of 1024 keys",
+        "B4 H32 S4096 D64 causal fp16, window of 256 keys", "B16 H32 S1024 D64 causal fp16",
+        "B2 H16 S8192 D128 causal fp16",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,6 +148,31 @@ def test_a_resumed_run_measures_the_others(small, tmp_path, monkeypatch, capsys)
     assert time_plane.main(["--resume", "--out", str(path)]) == 0
     assert rows_of(path)[:4] == before and len(rows_of(path)) == 2 * len(SMALL)
     assert "dense" not in capsys.readouterr().out
+
+
+def test_named_calls_have_a_table_of_their_own(small, tmp_path, monkeypatch, capsys):
+    named = [Cell("window256", Shape(1, 2, 40, 16)), Cell("gqa4", Shape(1, 8, 24, 24, heads_kv=2))]
+    monkeypatch.setattr(plane, "NAMED", named)
+    monkeypatch.setitem(plane.ALL, "window256", plane.ALL["window256"]._replace(window=(5, 0)))
+    path = tmp_path / "plane.json"
+    assert time_plane.main(["--out", str(path)]) == 0
+    before = rows_of(path)
+    assert time_plane.main(["--named", "--out", str(path)]) == 0, capsys.readouterr().out
+    assert rows_of(path) == before
+    rows = rows_of(path, plane.NAMED_TABLE)
+    assert [plane.key(row) for row in rows] == [(cell, way) for cell in named for way in plane.PASSES]
+    assert all("ratio" in row and len(row["round_ratios"]) == 2 for row in rows)
+    capsys.readouterr()
+    assert time_plane.main(["--named", "--resume", "--out", str(path)]) == 0
+    assert rows_of(path, plane.NAMED_TABLE) == rows and "window of 256" not in capsys.readouterr().out
+
+
+def test_named_calls_can_be_the_first_table(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(plane, "NAMED", SMALL[0])
+    path = tmp_path / "plane.json"
+    assert time_plane.main(["--named", "--out", str(path)]) == 0
+    assert time_plane.main(["--resume", "--out", str(path)]) == 0
+    assert len(rows_of(path)) == 2 * len(SMALL) and len(rows_of(path, plane.NAMED_TABLE)) == 2
 
 
 def test_the_sampled_gradients_have_the_budget_of_the_group():

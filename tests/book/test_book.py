@@ -434,6 +434,7 @@ def test_an_unknown_notebook_is_a_wrong_call(executed, capsys):
 
 
 SHARES = ("", 0.98), ("_low", 0.97), ("_high", 0.99)
+NARROW = ("attnlib", 663), ("padded", 478)
 
 
 @pytest.fixture
@@ -494,6 +495,9 @@ def record(tmp_path, monkeypatch):
     read = [call | {"impl": x, "tflops": y, "ms": 100 / y} for x, y in (("attnlib", 529), ("fa3", 493))]
     slower = [row | {"tflops": row["tflops"] / 2, "ms": row["ms"] * 2} for row in read]
     measured = {"calls": {"rows": read}, "backward": {"rows": slower}}
+    read = [call | {"head_dim_v": 128, "impl": x, "tflops": y, "ms": 100 / y} for x, y in NARROW]
+    read.append(read[0] | {"impl": "fa3", "status": "failed"})
+    measured |= dict.fromkeys(("values", "values_backward"), {"rows": read})
     widths = head | {"notebook": "head_dims", "tables": measured}
     (reference / "head_dims.json").write_text(json.dumps(widths))
     tiles = ("M256N64", 500.0), ("M256N64, kept", 550.0), ("M256N64, kept, early wait", 520.0), ("fa3", 440.0)
@@ -577,6 +581,8 @@ def test_tables_of_pages_are_drawn_from_the_records(pages):
     assert "D64 causal fp16, M256N64 | 500 | 550 | 440 | 1.100, noise not measured | 1.250, noise" in text
     cells = "1.200 (1.10 to 1.30) | 3, 0, 0 | 0.900 (0.90 to 0.90) | 0, 0, 1 |"
     assert f"| D = 64 | {cells}" in text and f"| **all** | {cells}" in text
+    assert "| Forward, TFLOP/s | attnlib | filled up |" in text
+    assert text.count("| B1 H12 S4096 D64/128 causal fp16 | 663 | 478 | – | – | – |") == 2
     assert "| Backward, TFLOP/s | attnlib" in text and "fp16 | 264 | – | 246 | – | 1.073" in text
     assert "| S65536 dense, backward | 49.01 | 1.91x | 1.94x | – | – | – |" in text
     share = r"0.980 \(0.970 to 0.990\) \|"

@@ -84,24 +84,54 @@ def test_ties_are_gray_and_colors_say_who_is_faster():
     assert same != plane_chart.FAINT
 
 
-def test_the_table_of_losses():
+def test_the_table_of_cells_behind():
+    """All below 1, with their verdict; not those that are ahead or have no time."""
     cells = [plane.cell("dense", 96, n) for n in (4096, 512)]
     rows = [row_of(cell, "backward", ratio) for cell, ratio in zip(cells, (0.9, 0.97), strict=True)]
     rows.append(row_of(plane.cell("dense", 96, 1024), "backward", 0.999))  # a tie
+    rows.append(row_of(plane.cell("dense", 96, 16384), "backward", 0.972, noise=1.038))  # another
     rows.append(row_of(plane.cell("causal", 224, 512), "forward", 0.95))
     rows.append(row_of(FIRST, "forward", 1.3))
-    found = plane_chart.slower(table(*rows))
-    assert [line["pass"] for line in found] == ["forward", "backward"]
-    assert found[0]["columns"] == "256, FA3 256" and found[0]["known"] == "–"
-    assert found[1]["S: ratio"] == "512: 0.970, 4096: 0.900" and found[1]["least"] == 0.9
-    assert found[1]["known"] == plane_chart.KNOWN["backward", 96]
-    assert plane_chart.slower(table()) == []
+    rows.append(row_of(FIRST, "backward", reason="fa3: failed"))
+    found = plane_chart.behind(table(*rows))
+    shown = [(line["pass"], line["verdict"], line["S: ratio"], line["least"]) for line in found]
+    assert shown == [
+        ("forward", "slower", "512: 0.950", 0.95),
+        ("backward", "slower", "512: 0.970, 4096: 0.900", 0.9),
+        ("backward", "tie", "1024: 0.999, 16384: 0.972", 0.972),
+    ]
+    assert found[0]["columns"] == "256, FA3 256" and found[0]["known"] == plane_chart.UNKNOWN
+    assert found[1]["known"] == plane_chart.KNOWN["backward", 96, None]
+    assert plane_chart.behind(table()) == []
 
 
-def test_what_is_known_is_of_widths_that_are_computed():
-    computed = {(way, plane_chart.columns_of(way, d)[0]) for way in plane.PASSES for d in plane.DIMS}
-    assert set(plane_chart.KNOWN) <= computed
+def test_what_is_known_is_of_cells_that_are_behind():
+    """Each line of KNOWN says something of the reference GPU's record, and no group of it has none."""
     assert plane_chart.columns_of("backward", 160) == (160, 192)
+    assert plane_chart.known_of("backward", 256, "window") != plane_chart.known_of("backward", 256, "gqa8")
+    whole = records.load(plane.RECORD, plane.TABLE, gpu=records.REFERENCE_GPU)
+    groups = {
+        (row["pass"], plane_chart.columns_of(row["pass"], row["head_dim"])[0], row["kind"])
+        for row in whole.rows if row.get("ratio", 1) < 1
+    }  # fmt: skip
+    used = {key if key in plane_chart.KNOWN else (*key[:2], None) for key in groups}
+    assert used == set(plane_chart.KNOWN)
+
+
+def test_named_calls_have_a_line_each():
+    first, last = plane.NAMED[0], plane.NAMED[-1]
+    rows = [row_of(last, "backward", 0.9, attnlib_tflops=540.0, fa3_tflops=600.0)]
+    rows.append(row_of(first, "forward", 1.07, attnlib_tflops=529.0, fa3_tflops=493.0))
+    rows.append(row_of(first, "backward", reason="fa3: failed", attnlib_tflops=470.0))
+    found = plane_chart.named(table(*rows))
+    assert [line["call"] for line in found] == [first.label, last.label]
+    assert (found[0]["forward, attnlib"], found[0]["forward, FA3"]) == (529.0, 493.0)
+    assert found[0]["forward, verdict"] == "1.070x, noise 1.005: faster"
+    assert found[0]["backward, verdict"] == "not measured (fa3: failed)"
+    assert found[0]["backward, FA3"] is None and found[1]["forward, verdict"] is None
+    assert found[1]["backward, verdict"].endswith("slower")
+    assert all(list(line) == list(found[0]) for line in found)
+    assert plane_chart.named(table()) == []
 
 
 def test_the_alt_text_counts():

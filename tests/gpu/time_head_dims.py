@@ -5,19 +5,19 @@ with a head dimension of their own.
     python tests/gpu/time_head_dims.py --pass backward  one of the tables alone; the others stay as they are
     python tests/gpu/time_head_dims.py --pass values values_backward    values alone
     python tests/gpu/time_head_dims.py --seconds 40     begin nothing after so many, and say what is left out
-    python tests/gpu/time_head_dims.py --pass deterministic   some 240 s; gradients with the same bits
+    python tests/gpu/time_head_dims.py --pass deterministic --seconds 540   gradients with the same bits
     python tests/gpu/time_head_dims.py --tune           configurations of attnlib side by side; no record
-    python tests/gpu/time_head_dims.py --pass deterministic --tune    likewise, some 120 s
+    python tests/gpu/time_head_dims.py --pass deterministic --tune    likewise
 
 Table `calls`, the forward pass, and table `backward`: a row for each shape and implementation, causal and
 dense, fp16, in eight shuffled rounds with cold L2: "attnlib" as a call gets it; "padded", its kernel at the
 next power of two (at D = 112 the two are the same, a second control); FlashAttention-3; cuDNN. The last row
 of a shape is attnlib's control. Tables `values` and `values_backward`: the same of values with columns of
 their own, where "padded" fills the narrower ones of both up with zeros, in the time that counts. Table
-`deterministic`: the backward pass of powers of two, as a call gets it, with `deterministic=True`, the same by
-the portable kernels, and FlashAttention-3 both ways. Outputs and gradients are judged against fp64 before and
-after. First, processes side by side compile. The record is written after each shape. Status 0 when all of
-attnlib's were right, 1 otherwise, 2 without a Hopper GPU.
+`deterministic`: the backward pass at each width that has a kernel with an order of sums, as a call gets it,
+with `deterministic=True`, the same by the portable kernels, and FlashAttention-3 both ways. Outputs and
+gradients are judged against fp64 before and after. First, processes side by side compile. The record is
+written after each shape. Status 0 when all of attnlib's were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ IN_ORDER = "attnlib_deterministic"
 FA3_IN_ORDER = "fa3_deterministic"
 TOKENS = [
     Shape(16384 // seqlen, 2048 // head_dim, seqlen, head_dim)
-    for seqlen in (4096, 16384) for head_dim in (64, 128, 256)
+    for seqlen in (4096, 16384) for head_dim in (64, 96, 128, 160, 192, 256)
 ]  # fmt: skip
 
 # ---------------------------------------------------------------- who is timed

@@ -4,10 +4,12 @@
     python tests/gpu/time_plane.py --seconds 200  begin no cell after so many, and say what is left out
     python tests/gpu/time_plane.py --resume       keep the cells that the record has, measure the others
     python tests/gpu/time_plane.py --dims 64 96   these head dimensions alone
+    python tests/gpu/time_plane.py --named        the calls of `plane.NAMED` instead, in table `named`
 
 Table `cells`: a row for each cell of `bench.plane` and pass, with both times, the ratio of each of eight
-shuffled rounds with cold L2, and what attnlib differs by from itself. ATTNLIB_FA3 names FlashAttention-3's
-library. First, processes side by side compile. The record is written after each length of a kind.
+shuffled rounds with cold L2, and what attnlib differs by from itself. Table `named`: the same of calls beside
+the plane. ATTNLIB_FA3 names FlashAttention-3's library. First, processes side by side compile. The record is
+written after each length of a kind.
 
 Before and after it is timed, either result is judged: the last query head (forward) or the query heads of
 the last key head (gradients) of the last batch entry against fp64, with the budget of the oracle. And each
@@ -43,7 +45,7 @@ from attnlib.bench import harness, peers, plane, records, timing, verdict  # noq
 from attnlib.bench.backward import GRADIENTS, BackwardRun, make_gradient  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.oracle import Budget, Judgement, Oracle, make_inputs  # noqa: E402
-from attnlib.bench.plane import KINDS, OURS, PEER, Cell, Kind  # noqa: E402
+from attnlib.bench.plane import ALL, OURS, PEER, Cell, Kind  # noqa: E402
 from attnlib.bench.setting import Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 
@@ -141,7 +143,7 @@ class BackwardPlane(InPlane, BackwardRun):
 
 def start(cell: Cell, way: str, shape: Shape) -> tuple[tuple[Tensor, ...], Sample | GradientSample]:
     """Tensors of a call and what judges its result."""
-    kind = KINDS[cell.kind]
+    kind = ALL[cell.kind]
     tensors = make_inputs(shape, device=harness.DEVICE)
     options = shape.causal, shape.head_dim**-0.5
     peer, other = peers.fa3(kind.window), None
@@ -156,7 +158,7 @@ def start(cell: Cell, way: str, shape: Shape) -> tuple[tuple[Tensor, ...], Sampl
 
 def measured(cell: Cell, way: str, header: dict[str, Any]) -> dict[str, Any]:
     """The row of the record."""
-    kind = KINDS[cell.kind]
+    kind = ALL[cell.kind]
     rows = harness.collect_runs(
         partial(ForwardPlane if way == "forward" else BackwardPlane, kind), partial(start, cell, way),
         {OURS: partial(ours, kind.window), PEER: None}, [cell.shape], ROUNDS, OURS,
@@ -204,7 +206,7 @@ def without_node() -> None:
 def compile_cells(cells: Sequence[Cell]) -> None:
     """In a child: what it compiles stays in Triton's cache."""
     for cell in cells:
-        shape, window = cell.shape, KINDS[cell.kind].window
+        shape, window = cell.shape, ALL[cell.kind].window
         tensors = make_inputs(shape, device=harness.DEVICE)
         try:
             ours(window, *tensors, shape.causal, shape.head_dim**-0.5)
@@ -219,7 +221,7 @@ def compile_all(cells: Iterable[Cell]) -> None:
     """Those of one kernel in one process; those that take longest first."""
 
     def kernel(cell: Cell) -> tuple[Any, ...]:
-        return -cell.shape.head_dim, cell.shape.dtype, cell.shape.causal, KINDS[cell.kind].window or ()
+        return -cell.shape.head_dim, cell.shape.dtype, cell.shape.causal, ALL[cell.kind].window or ()
 
     jobs = [list(same) for _, same in groupby(sorted(cells, key=kernel), kernel)]
     spawn = multiprocessing.get_context("spawn")
@@ -251,16 +253,17 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="begin no cell after so many (default: %(default)s)")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="keep the cells that the record has")
     parser.add_argument("--dims", type=int, nargs="+", choices=plane.DIMS, default=plane.DIMS, metavar="D",
-                        help="head dimensions (default: all)")  # fmt: skip
+                        help="head dimensions of the plane (default: all)")  # fmt: skip
+    parser.add_argument("--named", action="store_true", help="the calls of plane.NAMED instead of the plane")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/plane.json)")
     return parser.parse_args(argv)
 
 
-def kept(path: Path) -> list[dict[str, Any]]:
-    """The rows of a record that have a ratio."""
+def kept(path: Path, table: str) -> list[dict[str, Any]]:
+    """The rows of a record's table that have a ratio."""
     if not path.exists():
         return []
-    return [row for row in records.read(path)["tables"][plane.TABLE]["rows"] if "ratio" in row]
+    return [row for row in records.read(path)["tables"].get(table, {"rows": []})["rows"] if "ratio" in row]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -273,12 +276,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     header = records.provenance(method())
     path = records.report_path(plane.RECORD, header, args.out)
-    found = {plane.key(row): row for row in (kept(path) if args.resume else [])}
-    calls = [
-        [(cell, way) for cell in group for way in plane.PASSES
-         if cell.shape.head_dim in args.dims and (cell, way) not in found]
-        for group in plane.groups()
+    name = plane.NAMED_TABLE if args.named else plane.TABLE
+    groups = [plane.NAMED] if args.named else [
+        [cell for cell in group if cell.shape.head_dim in args.dims] for group in plane.groups()
     ]  # fmt: skip
+    found = {plane.key(row): row for row in (kept(path, name) if args.resume else [])}
+    calls = [
+        [(cell, way) for cell in group for way in plane.PASSES if (cell, way) not in found]
+        for group in groups
+    ]
     compile_all({cell for group in calls for cell, _ in group})
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
     left_out, wrong = [], []
@@ -295,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 wrong += [row] if row[f"{OURS}_status"] != "ok" else []
                 print(f"{cell.label:44} {way:8} {plane.verdict_of(row).cell()}", flush=True)
             torch.cuda.empty_cache()
-        records.add_table(path, header, plane.TABLE, list(found.values()))
+        records.add_table(path, header, name, list(found.values()))
         print(f"{time.monotonic() - begin:.0f} s, {len(found)} rows", flush=True)
     if left_out:
         print(f"left out ({args.seconds:g} s were over, where no reason is told):", *left_out, sep="\n  ")
