@@ -449,6 +449,26 @@ def soft_cap(device) -> str:
     return scored("cap 2")
 
 
+@row("ALiBi")
+def alibi() -> str:
+    assert refuses("alibi_slopes") == "no"  # they are a part of a Score
+    return scored("alibi")
+
+
+@row("attention sinks, learned")
+def sinks() -> str:
+    """`scored` asks for the gradient of what is learned, too."""
+    assert refuses("sinks") == "no"
+    return scored("sinks 1")
+
+
+@row("a score function of one's own")
+def own_function() -> str:
+    assert refuses("score_mod") == "no"
+    scored("own")
+    return "yes, a `@triton.jit` function and its derivative"
+
+
 @row("dropout")
 def dropout() -> str:
     hf_refuses(dropout=0.1)

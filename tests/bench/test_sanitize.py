@@ -212,16 +212,27 @@ def test_an_entmax_call_with_rows_that_see_no_key_runs(monkeypatch):
     assert all(x.isfinite().all() and x.any() for x in (out, tau, *gradients))
 
 
-@pytest.mark.parametrize(("head_dim", "score"), [(64, "table"), (256, "bias")])
-def test_the_calls_with_scores_run(device, head_dim, score):
+def test_each_part_of_a_score_is_in_a_call():
+    scored = [call for call in sanitize.calls() if isinstance(call, sanitized.ScoredCall)]
+    for head_dim in (64, 128, 256):
+        found = {call.score for call in scored if (call.head_dim, call.impl) == (head_dim, "hopper")}
+        assert found == {"ALiBi", "bias", "table", "sinks", "own"}
+    assert {call.score for call in scored if call.impl == "triton"} == {"bias", "sinks", "own"}
+
+
+@pytest.mark.parametrize(("head_dim", "score", "impl"), [
+    (64, "table", "hopper"), *((256, score, "hopper") for score in ("bias", "sinks", "own")),
+    (64, "sinks", "triton"), (64, "own", "triton"),
+])  # fmt: skip
+def test_the_calls_with_scores_run(device, head_dim, score, impl):
     """Without a GPU the Hopper kernels in the emulator, what is plain Triton in the interpreter."""
-    call = sanitized.ScoredCall(head_dim, score, 2)
+    call = sanitized.ScoredCall(head_dim, score, 2, impl)
     assert call in sanitize.calls()
     with pytest.MonkeyPatch.context() as patch, emulated.on_the_cpu() if device == "cpu" else nullcontext():
         if device == "cpu":
             on_a_cpu(patch)
         found = sanitize.run(call)
-    assert len(found) == 6 and all(x.isfinite().all() and x.any() for x in found)
+    assert len(found) == 5 + (score != "own") and all(x.isfinite().all() and x.any() for x in found)
 
 
 # ---------------------------------------------------------------- the command line

@@ -85,8 +85,8 @@ class BsfaCall(NamedTuple):
 
 
 class ScoredCall(NamedTuple):
-    """A forward and a backward pass with a score: "ALiBi", a "bias" that the Hopper kernel copies, or a
-    "table" by distance, which it loads. heads: of queries; as many of keys."""
+    """A forward and a backward pass with a score: "ALiBi", a "bias" that the Hopper kernel copies, a "table"
+    by distance, which it loads, "sinks", or a function of one's "own". heads: of queries; as many of keys."""
 
     head_dim: int
     score: str
@@ -185,11 +185,14 @@ def calls() -> Iterator[NamedTuple]:
         yield BsfaCall(head_dim, causal, 2, impl)
     yield BsfaCall(128, True, 150, "hopper")  # more tiles than an H200 has SMs
     yield BsfaCall(64, True, 150, "hopper")
-    for head_dim, score in product((64, 128), ("ALiBi", "bias")):
+    for head_dim, score in product((64, 128), ("ALiBi", "bias", "sinks", "own")):
         yield ScoredCall(head_dim, score, 75)  # more tiles than an H200 has SMs
-    for head_dim, score in ((64, "table"), (128, "table"), (256, "ALiBi"), (256, "bias"), (256, "table")):
-        yield ScoredCall(head_dim, score, 2)
-    yield ScoredCall(64, "bias", 2, "triton")
+    for head_dim in (64, 128):
+        yield ScoredCall(head_dim, "table", 2)
+    for score in ("ALiBi", "bias", "table", "sinks", "own"):
+        yield ScoredCall(256, score, 2)
+    for score in ("bias", "sinks", "own"):
+        yield ScoredCall(64, score, 2, "triton")
     for head_dim, impl in product((64, 80, 128, 256), ("hopper", "triton")):
         yield AccumulateCall(head_dim, True, "float32", impl)
         yield AccumulateCall(head_dim, False, "float16", impl)
@@ -445,6 +448,7 @@ def run_bsfa(call: BsfaCall) -> tuple:
 def run_scored(call: ScoredCall) -> tuple:
     """Output, LSE and gradients, that of what is learned too."""
     import torch
+    from time_sparse import softsign, softsign_derivative
 
     from attnlib import Score, attention
 
@@ -456,6 +460,11 @@ def run_scored(call: ScoredCall) -> tuple:
     elif call.score == "bias":
         learned = [torch.randn(260, 264).half().cuda().requires_grad_()]
         score = Score(bias=learned[0])
+    elif call.score == "sinks":
+        learned = [torch.randn(call.heads).cuda().requires_grad_()]
+        score = Score(sinks=learned[0])
+    elif call.score == "own":
+        learned, score = [], Score(function=softsign, derivative=softsign_derivative)
     else:
         learned = [torch.randn(call.heads, 41).cuda().requires_grad_()]
         score = Score(relative=learned[0])

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from draws import SLACK, raise_if_bad
 from families import fresh_launches  # noqa: F401  (a fixture)
 from pooled_cases import CASES, PooledCase, check
 
 from attnlib import BlockMask, attention, attention_pooled
+from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import Oracle
 from attnlib.block_mask.lists import lists_of
 from attnlib.kernels import hopper as kernels_hopper
@@ -91,6 +93,7 @@ def drawn_blocks(B: int, H: int, S: int, size: int, share: float, device) -> tor
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("size", [64, 128])
 def test_chosen_draws(size, head_dim, device):
+    """Forward and backward."""
     for seed in range(EACH):
         draw = random.Random(seed)
         S, heads, batch = draw.randrange(1, 2000), draw.choice([1, 2, 4]), draw.choice([1, 2])
@@ -101,8 +104,14 @@ def test_chosen_draws(size, head_dim, device):
         place = torch.arange(S, device=device)
         i, j = place[:, None] // size, place // size
         seen = (blocks[:, :, i, j] | (i == j)) & (place[:, None] >= place)
-        out = attention(q, k, v, block_mask=mask)
-        Oracle(q, k, v, mask=seen.expand(batch, heads, -1, -1)).judge(out).raise_if_bad(f"draw {seed}")
+        seen = seen.expand(batch, heads, -1, -1)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, block_mask=mask)
+        Oracle(q, k, v, mask=seen).judge(out.detach()).raise_if_bad(f"draw {seed}")
+        d_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)).to(q)
+        gradients = torch.autograd.grad(out, leaves, d_out)
+        for verdict in GradientOracle(d_out, q, k, v, mask=seen).judge(*gradients).values():
+            raise_if_bad(verdict, SLACK, f"draw {seed}")
 
 
 @pytest.mark.parametrize("step", [64, 128])

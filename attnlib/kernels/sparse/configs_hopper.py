@@ -67,9 +67,12 @@ class HopperSparseConfig:
         return l2_sections.query_heads(heads, group, keys, width, self.l2_bytes)
 
 
-# Chosen before they were measured (docs/lab/sparse.md), and not compared with others since. At
-# D = 128 and 256 those of `kernels.hopper` for the same tile. At D = 64 that has tiles of four warpgroups,
-# which would have to take the steps of all their rows; here they are two pairs.
+# Chosen before they were measured: at D = 128 and 256 those of `kernels.hopper` for the same tile. At D = 64
+# that has tiles of four warpgroups, which would have to take the steps of all their rows; here they are two
+# pairs. tests/gpu/tune_sparse.py compared them later with others, under random blocks (docs/lab/sparse.md):
+# at D = 64 a pair alone (`WIDE`) takes 8 to 11% longer, a late wait and a second place for queries are level;
+# at D = 128 an early wait takes 1 to 4% longer, and steps of 64 keys (`_FINE`) win in short rows, where calls
+# take them. That of D = 256 was not compared.
 SHARED = HopperSparseConfig(
     64, 4, 64, pairs=2, joint=True, consumer_registers=112, producer_registers=32, max_registers=96
 )
