@@ -34,6 +34,7 @@ def _check_halves(name: str, rows: int, divisor: int) -> None:
 
 def check_distributed_varlen(q, k, v, varlen: Varlen, options: Options, ranks: int) -> None:
     """Tensors and options of one rank, except for the values in `cu_seqlens`."""
+    check_local(q=q, k=k, v=v)
     check_varlen(q, k, v, varlen, options)
     if len(k) != len(q):
         raise ValueError(f"k: expected {len(q)} tokens as q has on this rank, got {len(k)}")
@@ -55,8 +56,18 @@ def check_heads(q_heads: int, kv_heads: int, ranks: int) -> None:
             )
 
 
+def check_local(**tensors) -> None:
+    """Tensors of one rank, by name, where DTensors have no meaning."""
+    for name, x in tensors.items():
+        if isinstance(x, DTensor):
+            raise TypeError(
+                f"{name}: expected a torch.Tensor of this rank, got a DTensor; x.to_local() has its part"
+            )
+
+
 def check_row_parallel(q, k, v, weight, options: Options) -> None:
     """Tensors and options of one rank of `row_parallel_output`."""
+    check_local(q=q, k=k, v=v, weight=weight)
     check(q, k, v, options)
     if not q.shape[2]:
         raise ValueError("q: expected at least 1 row, got 0")
@@ -106,7 +117,8 @@ def check_mask(causal, window) -> None:
 
 def check_whole(x, dim, divisor: int, advice: str = "; pad the sequence") -> None:
     """The whole sequence, of which a rank takes its part; or, without the advice, a part."""
-    if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
+    check_local(x=x)
+    if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: expected a torch.Tensor of this rank, got {type_name(x)}")
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim: expected an int, got {type_name(dim)}")

@@ -51,7 +51,8 @@ def attention(
     Each rank gives its rows of q, k and v, as `shard` made them, and gets its rows of the output. The result
     is that of one process up to rounding, and so are the gradients. Every rank has to call it, with equal
     shapes and options, and to go backward through it if one does, through several calls in the same order.
-    `torch.autocast` casts the inputs as for `attnlib.attention`.
+    `torch.autocast` casts the inputs as for `attnlib.attention`. Under `torch.compile` a graph breaks at it,
+    so `fullgraph=True` is an error of PyTorch's.
 
     A rank computes attention to its own keys while those of others come, then to those. Each call merges its
     result into that of the calls before, in the kernel, by their LSE. The backward pass sends keys and values
@@ -75,8 +76,8 @@ def attention(
             "ulysses": instead of rows of all heads a rank computes all rows of some heads. H and Hkv have to
             be multiples of the ranks.
             "auto": "all_gather" where it is no slower or needs no more memory, else "ring".
-        timeout: seconds that a rank waits for the others. A mistake in it, or in `group`, is told on its own
-            rank only.
+        timeout: seconds that this rank waits for the others, forward and backward; it may differ between
+            ranks. A mistake in it, or in `group`, is told on its own rank only.
 
     Returns:
         out, (B, H, S / ranks, D); with `return_lse` the pair (out, lse), lse (B, H, S / ranks) float32.
@@ -245,7 +246,8 @@ def shard(
     window: tuple[int, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """This rank's part of a tensor that has the whole sequence in dimension `dim`, in the order of
-    `positions`. ValueError if the length is no multiple of the ranks, of twice the ranks if causal."""
+    `positions`. It depends on the mask and the ranks, and is the same for every `method` of `attention`.
+    ValueError if the length is no multiple of the ranks, of twice the ranks if causal."""
     arguments.check_mask(causal, window)
     ranks, asked = ranks_of(group), mask_window(causal, window)
     arguments.check_whole(x, dim, ranks.divisor(asked))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterable, Mapping
+from copy import copy
 from datetime import timedelta
 from hashlib import sha256
 from itertools import count
@@ -37,7 +38,7 @@ class Transfer(NamedTuple):
         """The current stream goes on when all has come and gone; on a CPU the caller does."""
         try:
             for work in self.works:
-                work.wait()
+                work.wait(*self.links.patience)
         except RuntimeError as error:
             self.links.fail(error)
 
@@ -46,11 +47,12 @@ class Links:
     """The private groups of one group of ranks: a rank's requests meet no others of the program there, have a
     time limit of their own and, on GPUs, streams of high priority.
 
+    timeout: seconds that this rank waits, which may differ between ranks and, by `within`, between calls.
     name: one that no other links of these ranks have. calls: their numbers, the same on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float, name: str) -> None:
         self.rank, self.ranks, self.timeout = dist.get_rank(group), dist.get_world_size(group), timeout
-        self.broken: str | None = None
+        self._broken: list[str] = []  # why, of all calls
         self.calls = count()
         try:
             self._control = _new_group(group, "gloo", timeout, f"{name}_control")
@@ -65,6 +67,28 @@ class Links:
         except RuntimeError as error:
             self.fail(error)
 
+    def within(self, timeout: float) -> Links:
+        """The same groups for a call with its time limit."""
+        links = copy(self)
+        links.timeout = timeout
+        return links
+
+    @property
+    def broken(self) -> str | None:
+        """Why these groups can't be used any more."""
+        return self._broken[0] if self._broken else None
+
+    @property
+    def patience(self) -> tuple[timedelta, ...]:
+        """What a wait for a transfer is told. gloo takes the limit of the first call otherwise; NCCL's
+        transfers have theirs from the start, and with one in the wait the host would block."""
+        return (timedelta(seconds=self.timeout),) if self._data is self._control else ()
+
+    def _limit(self) -> None:
+        """The groups are shared by calls: what this one starts has its limit."""
+        for group in {self._control, self._data}:
+            c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
+
     def agree(self, options: Mapping[str, Any], error: Exception | None = None) -> None:
         """Compare the ranks' options. `error`: why this rank can't take part.
 
@@ -78,6 +102,7 @@ class Links:
         text = json.dumps({name: _shortened(value) for name, value in mine.items()})
         mine_as_bytes = torch.frombuffer(bytearray(text.encode().ljust(ROOM)), dtype=torch.uint8)
         every = torch.empty(self.ranks, ROOM, dtype=torch.uint8, device="cpu")
+        self._limit()
         try:
             dist.all_gather(list(every), mine_as_bytes, group=self._control)
         except RuntimeError as failure:
@@ -109,6 +134,7 @@ class Links:
             for i, (peer, tensor) in _numbered(pairs)
         ]
         tensors = [tensor for _, tensor in sent + received]
+        self._limit()
         try:
             return Transfer(dist.batch_isend_irecv(ops) if ops else [], tensors, self)
         except RuntimeError as error:
@@ -116,6 +142,7 @@ class Links:
 
     def sum(self, x: torch.Tensor) -> Transfer:
         """Start to add up `x`, contiguous, over the ranks, in its place."""
+        self._limit()
         try:
             return Transfer([dist.all_reduce(x, group=self._data, async_op=True)], [x], self)
         except RuntimeError as error:
@@ -123,11 +150,11 @@ class Links:
 
     def fail(self, error: Exception) -> None:
         """A rank is missing: say so, now and at every later call."""
-        self.broken = (
+        self._broken.append(
             f"attention: a rank of the group died, or did not come within {self.timeout:g} s; seen by rank "
             f"{self.rank} of {self.ranks}: {error}"
         )
-        raise RuntimeError(self.broken) from error
+        raise RuntimeError(self._broken[-1]) from error
 
 
 def agree_on_all(every: Iterable[Links], options: Mapping[str, Any], error: Exception | None = None) -> None:
@@ -179,9 +206,10 @@ _links: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def links_of(group: dist.ProcessGroup, device: torch.device, timeout: float) -> Links:
-    """Made at the first call, which all ranks of the group have to make."""
+    """For a call. The groups are made at the first one, which all ranks of the group have to make; without
+    the time limit in the key, which may differ between ranks."""
     of_group = _links.setdefault(group, {})
-    key = device.type, timeout, CTAS
+    key = device.type, CTAS
     if key not in of_group:
         of_group[key] = Links(group, device, timeout, f"attnlib_{group.group_name}_{len(of_group)}")
-    return of_group[key]
+    return of_group[key].within(timeout)

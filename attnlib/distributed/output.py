@@ -60,9 +60,11 @@ def row_parallel_output(
     The gradients of q, k, v and `weight` are this rank's own and need no communication: the gradient of the
     result has to be the same on all ranks, as it is where they all compute the same loss from it.
 
+    Under `torch.compile` a graph breaks at it, so `fullgraph=True` is an error of PyTorch's.
+
     Args:
-        q: (B, H, S, D), this rank's heads. No copy is made for the projection where memory has the order
-            (B, S, H, D).
+        q: (B, H, S, D), this rank's heads, no DTensor. No copy is made for the projection where memory has
+            the order (B, S, H, D).
         k, v: (B, Hkv, Sk, D), Sk at least S: the last query stands at the last key.
         weight: (outputs, H * D), this rank's columns of the weight of an `nn.Linear`. A bias is the caller's
             to add, to the result.
@@ -70,7 +72,7 @@ def row_parallel_output(
         chunks: how many, of rows that differ by at most one; or the rows of each, in order; None for 4, or
             fewer of at least 1024 rows.
         causal, window, sm_scale, deterministic, impl: as in `attnlib.attention`, of the whole sequence.
-        timeout: seconds that a rank waits for the others.
+        timeout: seconds that this rank waits for the others, as in `attention`.
 
     Returns:
         (B, S, outputs), the same on all ranks; in memory (S, B, outputs). Each rank's part is rounded to the

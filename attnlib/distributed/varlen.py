@@ -40,17 +40,18 @@ def attention_varlen(
 
     Ranks change from some tokens of all heads to all tokens of some heads, compute these, and change back. So
     all of them have the same to do, whatever the lengths and the mask are. What is sent, (n - 1) / n of a
-    rank's q, k, v and output, is not hidden.
+    rank's q, k, v and output, is not hidden. Under `torch.compile` a graph breaks at it, so `fullgraph=True`
+    is an error of PyTorch's.
 
     Args:
-        q: (T / ranks, H, D), this rank's piece of the tokens, as `shard(x, dim=0)` takes it.
+        q: (T / ranks, H, D), this rank's piece of the tokens, as `shard(x, dim=0)` takes it; no DTensor.
         k, v: (T / ranks, Hkv, D). H and Hkv have to be multiples of the ranks.
         cu_seqlens: (B + 1) int32, on the device of q, the same on all ranks, which is checked: 0, then the
             running sum of the lengths of all sequences, up to T.
         max_seqlen: the length of the longest sequence, or more.
         group: a process group, a DeviceMesh of one dimension, or None for all ranks.
         causal, window, sm_scale, return_lse, deterministic, impl: as in `attnlib.attention_varlen`.
-        timeout: seconds that a rank waits for the others.
+        timeout: seconds that this rank waits for the others, as in `attention`.
 
     Returns:
         out, (T / ranks, H, D); with `return_lse` the pair (out, lse), lse (H, T / ranks) float32.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from types import SimpleNamespace
 
 import distributed_jobs as jobs
@@ -12,6 +14,7 @@ from ranks import Ranks
 
 from attnlib import distributed as cp
 from attnlib.arguments.exact import Options
+from attnlib.bench.paths import ROOT
 from attnlib.distributed import api
 
 MASKS = [(True, None), (False, None), (False, (5, 3)), (True, (20, -1)), (False, (40, -1)), (False, (-1, 7))]
@@ -90,8 +93,33 @@ def test_dtensors(two):
     assert max(two.run(jobs.dtensors)) == 0
 
 
-def test_in_a_compiled_function(two):
-    assert max(two.run(jobs.compiled)) <= EXACT
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_in_a_compiled_function(two, backend):
+    """A graph breaks at each of the three, forward and backward."""
+    for off, errors in two.run(jobs.compiled, backend):
+        assert off <= EXACT
+        for error in errors:
+            assert error.startswith("Unsupported: Skip calling `torch.compiler.disable()`d function"), error
+
+
+ON_A_CPU = {
+    'torch.distributed.init_process_group("nccl")\n': "",  # the test has done so, with gloo
+    "torch.cuda.set_device(torch.distributed.get_rank() % torch.cuda.device_count())\n": "",
+    'device="cuda"': 'device="cpu"', "65536": "64", "5000": "20", "60536": "44",
+}  # fmt: skip
+"""What README says to change without GPUs, and lengths."""
+
+
+def test_the_example_of_readme(two):
+    """It tells sequences of 20 and 44 tokens apart, and joins what ranks have."""
+    text = (ROOT / "README.md").read_text()
+    start = text.index("    import torch\n    from attnlib.distributed import")
+    code = textwrap.dedent(re.match(r"(?: {4}.*\n|\n)+", text[start:])[0]).strip()
+    for old, new in ON_A_CPU.items():
+        assert old in code, old
+        code = code.replace(old, new)
+    for found in two.run(jobs.readme, code):
+        assert len(found) == 3 and max(found) <= 2e-2, found  # bfloat16
 
 
 def test_as_the_kernels_of_pytorchs_ring(two):
@@ -112,6 +140,9 @@ BAD_VARLEN = {
     "rank 0 and shape (20, 4, 24) on rank 1",
     "gradients": "ValueError: requires_grad: expected the same on all ranks of the group, got ['q'] on rank "
     "0 and ['k'] on rank 1",
+    "DTensor": "TypeError: q: expected a torch.Tensor of this rank, got a DTensor; x.to_local() has its part",
+    "a DTensor among others": "TypeError: k: expected a torch.Tensor of this rank, got a DTensor; "
+    "x.to_local() has its part",
     "values": "ValueError: cu_seqlens_q: expected values that never go down, got 20 after 30 at index 2",
 }
 
@@ -238,8 +269,13 @@ def test_without_a_group():
         cp.attention(*(torch.zeros(1, 1, 8, 8) for _ in range(3)))
 
 
-def test_a_rank_that_does_not_come(two):
-    (message, seconds), late = two.run(jobs.late, 3.0)
+def test_time_limits_may_differ(two):
+    assert two.run(jobs.timeouts_that_differ) == [["no error"] * 4] * 2
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_a_rank_that_does_not_come(two, which):
+    (message, seconds), late = two.run(jobs.late, which, 3.0)
     assert late[0] == "late" and seconds < 12
     assert message.startswith("RuntimeError: attention: a rank of the group died, or did not come within 3 s")
 

@@ -54,6 +54,9 @@ BAD = {
     "shape (768,)",
     "dtype": "TypeError: weight: expected dtype torch.float32 as q has, got torch.float16",
     "none": "TypeError: weight: expected a torch.Tensor, got NoneType",
+    "DTensor": "TypeError: q: expected a torch.Tensor of this rank, got a DTensor; x.to_local() has its part",
+    "DTensor of a weight": "TypeError: weight: expected a torch.Tensor of this rank, got a DTensor; "
+    "x.to_local() has its part",
     "keys": "ValueError: k: expected at least the 40 rows that q has, got 39",
     "rows": "ValueError: q: expected at least 1 row, got 0",
 }

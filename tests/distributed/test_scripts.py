@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import distributed_jobs
@@ -13,6 +16,9 @@ import script_jobs as jobs
 from distributed_jobs import Case
 from ranks import Ranks
 
+from attnlib.bench.paths import ROOT
+
+README = ROOT / "README.md"
 QUICK = {"SETTLE_MS": 1, "TIMED_MS": 1, "ROUNDS": range(2, 3), "CALL_SECONDS": 0}
 
 
@@ -33,20 +39,35 @@ def test_time_distributed(two, tmp_path):
                      "attnlib, without transfers", "attnlib, ulysses"):  # fmt: skip
             row = rows["S16 causal", name]
             assert row["status"] == "ok" and row["rounds"] == 2 and row["speedup"] > 0, row
-        assert rows["S32 causal", "attnlib"]["status"] == "ok"
+        for call in ("S16 dense", "S32 causal"):
+            row = rows[call, "attnlib"]
+            assert row["status"] == "ok" and row["rms_from_one_gpu"] <= 4e-3, row
+        assert ("S32 dense", "torch context_parallel, cuDNN, alltoall") in rows or which == "backward"
         assert rows["S16 causal", "ring-flash-attn, FA3, zigzag"]["status"] == "not installed"
 
 
 def test_time_distributed_of_long_calls(two, tmp_path):
-    """Those alone, with their peer, in a table that is all there."""
+    """Those alone, with the peers, in a table that is all there."""
     out, long = tmp_path / "record.json", {**QUICK, "LONG": 1.5 * 4 * 32 * 32 * 16 * 128}
     arguments = ["--device", "cpu", "--out", str(out), "--lengths", "16,32", "--long", "--rounds", "2"]
     assert two.run(jobs.run, "time_distributed", arguments, long) == [0, 0]
     found = tables(out)
     assert [row["call"] for row in found["backward"] if row["impl"] == "attnlib"] == ["S32 dense"]
     names = {"attnlib, one GPU", "attnlib, one GPU, on each", "attnlib", "attnlib (control)"}
-    names.add("ring-flash-attn, FA3, ring")
+    names |= {"ring-flash-attn, FA3, ring", "torch context_parallel, cuDNN, alltoall"}
     assert {row["impl"] for row in found["backward"]} == names and "forward" not in found
+
+
+def test_time_distributed_of_a_wrong_result(two, tmp_path):
+    """What is right at the lengths that are checked first may be wrong at a later one."""
+    out = tmp_path / "record.json"
+    arguments = ["--device", "cpu", "--out", str(out), "--lengths", "16,32"]
+    assert two.run(jobs.run_wrong_beyond, 16, arguments, QUICK) == [1, 1]
+    found = tables(out)
+    assert {row["status"] for row in found["checks"]} == {"ok"}
+    for which in ("forward", "backward"):
+        status = {row["call"]: row["status"] for row in found[which] if row["impl"] == "attnlib"}
+        assert status["S16 causal"] == "ok" and status["S32 causal"] == "wrong"
 
 
 def test_time_distributed_on_four_ranks(tmp_path):
@@ -128,6 +149,15 @@ def test_each_call_has_an_order_of_its_own(monkeypatch):
 
     first, again, other = (order(f"S64 causal {which}") for which in ("forward", "forward", "backward"))
     assert first == again != other and sorted(first) == sorted(3 * "abcdefgh")
+
+
+def test_a_script_on_cpus_under_torchrun(tmp_path):
+    """As README has it for a machine without GPUs."""
+    out = tmp_path / "record.json"
+    command = re.search(r"`(torchrun .*train_long.py --device cpu [^`]*)`", README.read_text())[1].split()
+    assert subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", *command[1:],
+                           "--out", str(out)], cwd=ROOT, timeout=200).returncode == 0  # fmt: skip
+    assert [row["status"] for row in tables(out)["agreement"]] == ["ok"] * 3
 
 
 def test_train_long(two, tmp_path):

@@ -53,7 +53,7 @@ def test_rates_are_those_that_were_measured(monkeypatch):
     clock = iter([0.0, 9.0, 9.0, 11.0])
     monkeypatch.setattr(script, "wait", lambda device: next(clock))
     assert script.adam_rate(1000, 4e-6, "cpu") == pytest.approx(1e-4)
-    machine = script.Machine(cpu=7.0)
-    found = [{row["rate"]: row["measured"] for row in script.rate_rows(machine, script.Machine(), count)}
+    machine = replace(script.H200, cpu=7.0)
+    found = [{row["rate"]: row["measured"] for row in script.rate_rows(machine, script.H200, count)}
              for count in (1, 2)]  # fmt: skip
     assert found[0]["cpu"] == 7.0 and "link" not in found[0] and "link" in found[1]

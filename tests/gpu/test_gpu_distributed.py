@@ -140,6 +140,28 @@ def test_repeated_calls(two, method):
     assert all(two.run(repeated, Case(True, None, method, **{**BIG, "rows": 16384}), timeout=120))
 
 
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_a_rank_that_does_not_come(two, which):
+    (message, seconds), late = two.run(jobs.late, which, 3.0, "cuda", timeout=60)
+    assert late[0] == "late" and seconds < 12
+    assert message.startswith("RuntimeError: attention: a rank of the group died, or did not come within 3 s")
+
+
+def test_a_rank_that_dies():
+    """Between two passes, so that no transfer of NCCL's is on its way: the options, which gloo compares, tell
+    of it. During a transfer NCCL's watchdog ends the process."""
+    ranks = Ranks(2, backend="nccl")
+    try:
+        (ok, found), (_, other) = ranks.outcomes(jobs.died, 100.0, "cuda", timeout=120)
+    finally:
+        ranks.close()
+    assert ok and other == "died", (found, other)
+    first, second, seconds = found
+    assert seconds < 50, "the lost connection, not the time limit"
+    for message in (first, second):
+        assert message.startswith("RuntimeError: attention: a rank of the group died"), message
+
+
 @pytest.mark.parametrize("what", ["shape", "argument"])
 def test_ranks_that_differ(two, what):
     """Tensors are on the CPU there, so gloo carries them: the options are compared in the same way."""

@@ -7,7 +7,7 @@
                                                      one setting in one pass, and `calls`
     python tests/gpu/time_distributed.py --rounds 12 --seconds 480   longer, and surer
     python tests/gpu/time_distributed.py --lengths 65536 --seconds 90          less; --out FILE elsewhere
-    python tests/gpu/time_distributed.py --long --rounds 3            only calls of seconds, with their peer:
+    python tests/gpu/time_distributed.py --long --rounds 3            only calls of seconds, with the peers:
                                                      `distributed_long`
 
 `forward`, `backward`: bfloat16 B1 H16 D128, causal and dense, the most important call first. `calls`: by
@@ -20,7 +20,8 @@ distributed_<number>.json and has each method and the hybrid, at the first and a
 A sample is a window of calls back to back that begins at the same time on all ranks. All windows of a call
 are as long as one call on one GPU at least, and begin with calls that do not count, so that every GPU is at
 the clock that it can keep at its power limit; the record has the clocks. A call's time is that of the slowest
-rank, the median of the rounds, in which all that is compared takes turns.
+rank, the median of the rounds, in which all that is compared takes turns. Before a call is timed, attnlib's
+result is compared with that of one GPU: `rms_from_one_gpu` in its row.
 
 Two rows say where time goes. "attnlib, one GPU, on each": the whole call on every GPU at the same time; it
 takes longer than on the first GPU alone where another GPU is slower, or all of them are when they are busy.
@@ -29,7 +30,8 @@ takes longer than on the first GPU alone where another GPU is slower, or all of 
 Peers: PyTorch's context_parallel, with cuDNN and with attnlib as its kernels; ring-flash-attn on
 FlashAttention-3 where ATTNLIB_PEERS_EXTRA names a file with `make_ring_flash_attn`. A peer that is missing or
 fails is a row with the reason. Tensors lie as (B, S, H, D), each larger than the L2. Status 0 when all of
-attnlib's results were right, 1 otherwise, 2 with fewer than two Hopper GPUs. `--device cpu` is for the tests.
+attnlib's results were right, 1 otherwise, 2 with fewer than two Hopper GPUs. `--device cpu`, under torchrun,
+is for small runs and the tests: `--lengths 64`, say.
 """
 
 from __future__ import annotations
@@ -95,19 +97,29 @@ TOLERANCE = 4e-3
 # ---------------------------------------------------------------- right first
 
 
+def results(timed: Timed, d_out: torch.Tensor, gradients: bool) -> dict[str, torch.Tensor]:
+    """The output, and if asked the gradients, by name."""
+    out = timed.forward()
+    found = {"out": out.detach()}
+    if gradients:
+        found |= zip(("dq", "dk", "dv"), torch.autograd.grad(out, timed.inputs, d_out), strict=True)
+    return found
+
+
+def apart(
+    timed: Timed, expected: dict[str, torch.Tensor], d_out: torch.Tensor, case: Case
+) -> dict[str, float]:
+    """How far the results of ranks are from those of one GPU, by name."""
+    found = results(timed, own(d_out, case, timed.group), len(expected) > 1)
+    return {name: ranks.worst_error(x, own(expected[name], case, timed.group)) for name, x in found.items()}
+
+
 def checked(case: Case) -> list[dict[str, Any]]:
     """Output and gradients of each method beside those of one GPU."""
     *tensors, d_out = whole(case)
-    single = one_gpu(case, tensors)
-    out = single.forward()
-    expected = [out.detach(), *torch.autograd.grad(out, single.inputs, d_out)]
-    found = []
+    expected, found = results(one_gpu(case, tensors), d_out, True), []
     for way in (GATHER, RING, ULYSSES, *[HYBRID] * several_ways()):
-        timed = MAKERS[way](case, tensors)
-        out = timed.forward()
-        results = [out.detach(), *torch.autograd.grad(out, timed.inputs, own(d_out, case, timed.group))]
-        for name, x, y in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
-            off = ranks.worst_error(x, own(y, case, timed.group))
+        for name, off in apart(MAKERS[way](case, tensors), expected, d_out, case).items():
             method = way.removeprefix("attnlib, ")
             row = {"call": case.label, "method": method, "result": name, "rms_from_one_gpu": off}
             found.append({**row, "status": "ok" if off <= TOLERANCE else "wrong"})  # NaN is wrong
@@ -194,24 +206,23 @@ def is_long(case: Case, which: str) -> bool:
 def names_for(case: Case, which: str, lengths: Sequence[int], long: bool = False) -> list[str]:
     """Who is timed: all at the first length, later those that are compared, with more than two ranks at the
     third length every method, too, and of calls of seconds attnlib alone; where they are what is timed, with
-    the whole call on each GPU and one peer."""
+    the whole call on each GPU and the peers."""
     ways = (ULYSSES, RING, GATHER, HYBRID) if several_ways() else ()
     if long:
-        return [ONE, EACH, *SEVERAL[1:], RING_FA3[case.causal]]
+        return [ONE, EACH, *SEVERAL[1:], OF_TORCH, RING_FA3[case.causal]]
     if case.length == lengths[0]:
         left_out = {RING_FA3[not case.causal], *(() if ways else (RING, GATHER, HYBRID))}
         return [name for name in MAKERS if name not in left_out]
     if is_long(case, which):
         return list(SEVERAL)
-    peers = [*[OF_TORCH] * case.causal, RING_FA3[case.causal]]
-    return [*SEVERAL, *(ways if case.length in lengths[2:3] else ()), *peers]
+    return [*SEVERAL, *(ways if case.length in lengths[2:3] else ()), OF_TORCH, RING_FA3[case.causal]]
 
 
 def fits(case: Case, which: str, names: Sequence[str], until: float) -> bool:
     """Whether a call is likely to get its fewest rounds in time, two where one takes seconds."""
     one = case.flops(which) / TFLOPS / 1e9
     window, least = max(TIMED_MS + SETTLE_MS, one), 2 if case.flops(which) > LONG else ROUNDS.start
-    return not ranks.late(until - len(names) * (least * window + 2 * one) / 1e3)
+    return not ranks.late(until - (len(names) * (least * window + 2 * one) + 2 * one) / 1e3)  # + the check
 
 
 def timed_rows(
@@ -240,6 +251,9 @@ def timed_rows(
                 longest = longest or ms
             except Exception as failure:
                 rows[name] |= {"status": "failed", "reason": brief(failure)}
+        if {ONE, OURS} <= calls.keys():
+            off = apart(made[OURS], results(made[ONE], d_out, which == "backward"), d_out, case)
+            rows[OURS]["rms_from_one_gpu"] = max(off.values())
         in_rounds(calls, until, f"{case.label} {which}", rounds)
         for timed in reversed(made.values()):  # contexts end in the reverse of their order
             timed.leave()
@@ -249,6 +263,9 @@ def timed_rows(
     for row in rows.values():
         if "ms" in row and "ms" in rows[ONE]:
             row["speedup"] = rows[ONE]["ms"] / row["ms"]
+    off = rows[OURS].get("rms_from_one_gpu", 0.0)
+    if not off <= TOLERANCE:
+        rows[OURS] |= {"status": "wrong", "reason": f"relative RMS difference from one GPU {off:.2e}"}
     return list(rows.values())
 
 
@@ -451,14 +468,14 @@ def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
                 for name, rows in zip(("timeline", "calls"), timeline(case_of(first, True)), strict=True):
                     report.add(name, rows, shown=False)
                 some = [case_of(length, True) for length in dict.fromkeys((first, args.lengths[-1] // 2))]
-                report.add("memory", list(memory_rows(some)))
+                report.add("memory", list(memory_rows([*some, case_of(first, False)])))
         case = case_of(length, causal)
         names = names_for(case, which, args.lengths, args.long)
         report.add(which, timed_rows(case, which, names, until, rounds))
     if report.first:
         print(report.path, flush=True)
     dist.barrier()
-    return int(wrong > 0)
+    return int(any(row.get("status") == "wrong" for rows in report.tables.values() for row in rows))
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -467,7 +484,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=300,
                         help="begin nothing that would end later (default: %(default)s)")  # fmt: skip
     parser.add_argument("--tune", action="store_true", help="settings beside each other, two tables")
-    parser.add_argument("--long", action="store_true", help="only the calls of seconds, with their peer")
+    parser.add_argument("--long", action="store_true", help="only the calls of seconds, with the peers")
     parser.add_argument("--passes", default="forward,backward", help="of --tune (default: %(default)s)")
     parser.add_argument("--settings", default="", help="of --tune: those with this in their names")
     parser.add_argument("--rounds", type=int, help="of each call (default: by the time that is there)")
@@ -480,7 +497,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
-    if torch.cuda.device_count() < 2 or torch.cuda.get_device_capability()[0] != 9:
+    if args.device == "cpu":
+        dist.init_process_group("gloo")
+    elif torch.cuda.device_count() < 2 or torch.cuda.get_device_capability()[0] != 9:
         print("needs two GPUs of compute capability 9.x", file=sys.stderr)
         return 2
     return ranks.on_all_gpus(work, args)

@@ -10,7 +10,11 @@ step. `runs`: bytes at the peak, tokens a second. `agreement`: how far the two r
 they may be: the loss and the gradient norm of each step, and of the first step each parameter's gradient.
 The difference is roundings to bfloat16, in another order.
 
-Status 0 when they agree, 1 otherwise, 2 with fewer than two Hopper GPUs. `--device cpu` is for the tests.
+    torchrun --nproc-per-node 2 tests/gpu/train_long.py --device cpu --tokens 64 --out FILE
+
+A tiny model in float32 on processes of the CPU, to try it without GPUs.
+
+Status 0 when they agree, 1 otherwise, 2 with fewer than two Hopper GPUs.
 """
 
 from __future__ import annotations
@@ -180,7 +184,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
-    if torch.cuda.device_count() < 2 or torch.cuda.get_device_capability()[0] != 9:
+    if args.device == "cpu":
+        dist.init_process_group("gloo")
+    elif torch.cuda.device_count() < 2 or torch.cuda.get_device_capability()[0] != 9:
         print("needs two GPUs of compute capability 9.x", file=sys.stderr)
         return 2
     return ranks.on_all_gpus(work, args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -127,6 +128,13 @@ def bad(what: str) -> str:
     return told(lambda: cp.attention(*tensors, **options))
 
 
+def as_dtensor(x: torch.Tensor) -> torch.Tensor:
+    """Whose part on this rank is x."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(x, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+
+
 def refused() -> tuple[str, list[float]]:
     """An error while keys are on their way; and a call afterwards."""
     case = Case(causal=True)
@@ -220,24 +228,37 @@ def one_rank_of_a_mesh(what: str) -> tuple[str, str]:
     return first, told(lambda: cp.attention(q, q, q, **options))
 
 
-def late(seconds: float) -> tuple[str, float]:
-    """Rank 1 does not come: the error of the others, and how long it took."""
-    begin = time.monotonic()
-    tensors = [torch.randn(1, 2, 8, 8) for _ in range(3)]
-    options = {"impl": "reference", "timeout": seconds}
-    cp.attention(*tensors, **options)
+def timeouts_that_differ() -> list[str]:
+    """Calls whose time limits differ between ranks, and between calls."""
+    group, x = dist.new_group(), torch.randn(1, 2, 8, 8)
+    options = {"group": group, "impl": "reference"}
+    mine = [seconds[dist.get_rank()] for seconds in ((3, 4), (4, 4), (4, 3), (200, 4))]
+    return [told(partial(cp.attention, x, x, x, **options, timeout=seconds)) for seconds in mine]
+
+
+def late(which: str, seconds: float, device: str = "cpu") -> tuple[str, float]:
+    """Rank 1 does not come to the forward or the backward pass of a call, whose time limit is not that of the
+    call before: the error of the others, and how long it took."""
+    tensors = [torch.randn(1, 2, 8, 8, device=device, requires_grad=True) for _ in range(3)]
+    options = {"group": dist.new_group(), "impl": "reference"}
+    out = cp.attention(*tensors, **options, timeout=seconds)
+    cp.unshard(out, group=options["group"], timeout=200)
     if dist.get_rank() == 1:
         time.sleep(1.5 * seconds)
         return "late", 0.0
     begin = time.monotonic()
-    return told(lambda: cp.attention(*tensors, **options)), time.monotonic() - begin
+    calls = {"forward": lambda: cp.attention(*tensors, **options, timeout=seconds),
+             "backward": lambda: out.sum().backward()}  # fmt: skip
+    return told(calls[which]), time.monotonic() - begin
 
 
-def died(seconds: float) -> tuple[str, str, float]:
+def died(seconds: float, device: str = "cpu") -> tuple[str, str, float]:
     """Rank 1 dies between the forward and the backward pass: the others' errors, there and at a next call."""
-    tensors = [torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3)]
+    tensors = [torch.randn(1, 2, 8, 8, device=device, requires_grad=True) for _ in range(3)]
     options = {"impl": "reference", "timeout": seconds}
     out = cp.attention(*tensors, **options)
+    if device == "cuda":
+        torch.cuda.synchronize()  # nothing of it is in flight
     if dist.get_rank() == 1:
         os._exit(3)
     begin = time.monotonic()
@@ -270,14 +291,50 @@ def dtensors() -> float:
     return max((x - y).abs().max().item() for x, y in pairs)
 
 
-def compiled() -> float:
-    """A compiled function with the call in it: the largest difference from the same without a compiler."""
-    q, k, v = (cp.shard(x, causal=True) for x in inputs(Case())[:3])
+def compiled(backend: str) -> tuple[float, list[str]]:
+    """A compiled function with each call in it: the largest difference of the output and the gradients from
+    the same without a compiler; and the first lines of the errors where it has to be one graph."""
+    *tensors, d_out = (cp.shard(x, causal=True) for x in inputs(Case()))
+    options = {"causal": True, "impl": "reference", "timeout": 200}
+    offsets, weight = torch.tensor([0, 64], dtype=torch.int32), torch.randn(8, 64)
+    off, errors = 0.0, []
+    for call in (
+        lambda q, k, v: cp.attention(q * 2, k, v, **options) + 1,
+        lambda *x: cp.attention_varlen(*(y[0].transpose(0, 1) * 2 for y in x), offsets, 64, **options) + 1,
+        lambda q, k, v: cp.row_parallel_output(q * 2, k, v, weight, **options) + 1,
+    ):
+        found = []
+        for layer in (call, torch.compile(call, backend=backend)):
+            given = [x.detach().requires_grad_() for x in tensors]
+            out = layer(*given)
+            out.backward(d_out.flatten()[: out.numel()].view(out.shape))
+            found.append([out.detach(), *(x.grad for x in given)])
+        off = max(off, *((x - y).abs().max().item() for x, y in zip(*found, strict=True)))
+        torch._dynamo.reset()
+        errors.append(told(lambda call=call: torch.compile(call, backend=backend, fullgraph=True)(*tensors)))
+    return off, [error.partition("\n")[0] for error in errors]
 
-    def layer(q, k, v):
-        return cp.attention(q * 2, k, v, causal=True, impl="reference", timeout=200) + 1
 
-    return (torch.compile(layer, backend="eager")(q, k, v) - layer(q, k, v)).abs().max().item()
+def readme(code: str) -> list[float]:
+    """README's example, paragraph by paragraph: how far from one process the joined output is, this rank's
+    varlen tokens, and the projected output, as a part of the largest number."""
+    found: dict = {}
+    *attends, packed, projected = code.split("\n\n")
+    for paragraph in attends:
+        exec(paragraph, found)
+    q, k, v = (found[name] for name in "qkv")
+    assert found["at"].tolist() == cp.shard(torch.arange(q.shape[2]), dim=0, causal=True).tolist()
+    whole = attention(q, k, v, causal=True, impl="reference")
+    pairs = [(found["out"], whole)]
+    exec(packed, found)
+    ends, longest = found["ends"], int(found["ends"].diff().max())
+    tokens = (x[0].transpose(0, 1) for x in (q, k, v))
+    lengths = attention_varlen(*tokens, ends, ends, longest, longest, causal=True, impl="reference")
+    pairs.append((found["out"], cp.shard(lengths, dim=0)))
+    exec(projected, found)
+    columns = torch.cat([found["weight"]] * dist.get_world_size(), 1)  # drawn alike on all ranks
+    pairs.append((found["y"], whole.transpose(1, 2).flatten(2) @ columns.t()))
+    return [((x - y).abs().max() / y.abs().max()).item() for x, y in pairs]
 
 
 def ring_of_pytorch() -> float:
@@ -341,6 +398,10 @@ def bad_varlen(what: str) -> str:
     offsets = torch.tensor([0, 20, 39] if what == "wrong offsets" and second else offsets, dtype=torch.int32)
     if what == "offsets":
         longest, offsets = 30, torch.tensor([0, 10 + 5 * second, 40], dtype=torch.int32)
+    if what == "DTensor":
+        q, k, v = (as_dtensor(x) for x in (q, k, v))
+    if what == "a DTensor among others":
+        k = as_dtensor(k)
     keys = k[:10] if what == "keys" else k
     return told(lambda: cp.attention_varlen(q, keys, v[: len(keys)], offsets, longest, impl="reference"))
 

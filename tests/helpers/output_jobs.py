@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from distributed_jobs import told
+from distributed_jobs import as_dtensor, told
 from torch.distributed.device_mesh import init_device_mesh
 
 from attnlib import attention
@@ -114,7 +114,10 @@ def bad(what: str) -> str:
     }.get(what, {})  # fmt: skip
     weight = {
         "weight": weight[:, :-1], "dtype": weight.half(), "none": None, "flat": weight.flatten(),
+        "DTensor of a weight": as_dtensor(weight),
     }.get(what, weight)  # fmt: skip
+    if what == "DTensor":
+        q, k, v = (as_dtensor(x) for x in (q, k, v))
     if what == "keys":
         k, v = k[:, :, :39], v[:, :, :39]
     if what == "rows":
