@@ -9,8 +9,8 @@ Tables on the screen, no record. First, processes side by side compile. Then eac
 where a program has several tiles: for normal inputs, large ones, and scores that rise from block to block.
 Last, fp16, 16384 tokens, shuffled rounds, cold L2: random blocks at 50 to 0.8%, a causal mask, documents and
 a window, which have bits, and a soft cap and sinks under the causal mask. Milliseconds, for blocks the
-percent of ideal (the dense kernel's time times the part that is kept), and speed over the form that a call gets. A
-form that was wrong is not timed.
+percent of ideal (the dense kernel's time times the part that is kept), and speed over the form that a call
+gets. A form that was wrong is not timed.
 Status 0 when all were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
