@@ -4,10 +4,10 @@ they were mended after the measurement."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from attnlib.book.training import HALF, SHAPES, WORKSPACE, LlamaShape, Training, held, memory
-from attnlib.book.training_time import Machine, mended_ms, offloaded
+from attnlib.book.training_time import H200, Machine, mended_ms, offloaded
 
 MODELS = {
     "0.1B": SHAPES["0.1B"],
@@ -21,12 +21,13 @@ MODELS = {
 @dataclass(frozen=True)
 class Card:
     """What there is: bytes of one GPU's memory that tensors may take, how many such GPUs, bytes of host
-    memory for each; and their rates."""
+    memory for each; and their rates. Those are an H200's as measured (`training_time.H200`) unless they are
+    given; `training_time.machine_of` has an H100's, by the GPU's name."""
 
     room: float
     gpus: int = 1
     host: float = 0.0
-    machine: Machine = field(default_factory=Machine)
+    machine: Machine = H200
 
     def __post_init__(self) -> None:
         if not self.room > 0:
@@ -60,7 +61,8 @@ def ways(context: int, card: Card, lora: int | None = None, attention: str = "at
 
 
 def advise(shape: LlamaShape, context: int, card: Card, lora: int | None = None) -> list[Way]:
-    """The settings that fit, the fastest first; of equally fast ones the one that needs less."""
+    """The settings that fit, the fastest first; of equally fast ones the one that needs less. Times are in
+    ms, by the formula and by the rates of `card.machine`, none of them measured in the setting itself."""
     found = []
     for how in ways(context, card, lora):
         peak = memory(shape, how).peak

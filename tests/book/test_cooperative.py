@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from attnlib.book.cooperative import HostLayer, Plan, host_attention, layer_bytes, plan_layers
 from attnlib.kernels.reference.dense import attention_fp64
@@ -54,6 +57,41 @@ def test_a_layer_over_several_tokens(dtype, bound):
         assert (found.double() - truth).abs().max() < bound
     with pytest.raises(ValueError, match="at most 0 new tokens, got 1"):
         layer.append(k[:, :, :1], v[:, :, :1])
+
+
+class Crossings(TorchDispatchMode):
+    """Shapes of what goes from one device to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        there = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        if len({x.device.type for x in there}) > 1:
+            self.shapes.append(tuple(there[-1].shape))
+        return out
+
+
+@pytest.mark.parametrize("length", [1, 15, 400])
+def test_only_q_and_the_output_cross_the_bus(length, monkeypatch):
+    """With a GPU that is pretended: keys and values come down once, when they are new, and never go up; a
+    token brings q down and takes the output, which has q's shape, up, however long the cache is."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: torch.Stream("cpu"))
+    staged, original = [], HostLayer._staged
+    monkeypatch.setattr(HostLayer, "_staged", lambda self, q: staged.append(q.shape) or original(self, q))
+    with FakeTensorMode():
+        layer = HostLayer((2, 2, 400, 16), torch.bfloat16, parts=3)
+        new = torch.empty(2, 2, length, 16, dtype=torch.bfloat16, device="cuda")
+        with Crossings() as crossed:
+            layer.append(new, new)
+        assert crossed.shapes == [new.shape] * 2  # k and v
+        q = torch.empty(2, 6, 1, 16, dtype=torch.bfloat16, device="cuda")
+        with Crossings() as crossed:
+            out = layer.attend(q)
+    assert out.is_cuda and crossed.shapes == [q.shape] * 2 and staged == [q.shape]
+    assert layer.k.device.type == layer.v.device.type == "cpu"
 
 
 def test_mistakes_are_named():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from attnlib.bench import records
 from attnlib.book.adam import Home, MasterAdamW
 from attnlib.book.advice import MODELS, Card, advise, shares
 from attnlib.book.live_bytes import INSIDE, LiveBytes, _FusedNorm, counted, pretended
@@ -26,12 +28,15 @@ from attnlib.book.trainer import Trainer
 from attnlib.book.training import SHAPES, WORKSPACE, LlamaShape, Training, memory
 from attnlib.book.training_time import (
     ADAM_BYTES,
+    H200,
+    H200_BEFORE,
     OPERATORS,
-    Machine,
     end_bytes,
     exchange_ms,
     host_ms,
     layer_bytes,
+    machine_of,
+    mended_adam_ms,
     mended_ms,
     offloaded,
     product_flops,
@@ -173,6 +178,54 @@ def test_a_step_learns():
     assert seen[-1] < seen[0] - 0.1
 
 
+def as_transformers(shape: LlamaShape, model: Llama) -> nn.Module:
+    """transformers' model of this shape: the book's weights, epsilon of norms and rotary base."""
+    transformers = pytest.importorskip("transformers", reason="the optional extra attnlib[hf]")
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=shape.vocab, hidden_size=shape.width, intermediate_size=shape.hidden,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, head_dim=shape.head_dim,
+        num_key_value_heads=shape.kv_heads, tie_word_embeddings=shape.tied,
+        rms_norm_eps=torch.finfo(torch.float32).eps, attn_implementation="sdpa",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))  # fmt: skip
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            theirs.get_parameter(their_name(name)).copy_(p)
+    return theirs
+
+
+def their_name(name: str) -> str:
+    """Of a parameter of `Llama` in transformers' LlamaForCausalLM."""
+    if name == "head.weight":
+        return "lm_head.weight"
+    parts = {"tokens": "embed_tokens", "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
+             **{part: f"self_attn.{part}_proj" for part in "qkvo"},
+             **{part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}}  # fmt: skip
+    return "model." + ".".join(parts.get(part, part) for part in name.split("."))
+
+
+@pytest.mark.parametrize("shape", [TINY, LlamaShape(3, 24, 6, 2, 8, 40, 50, True)], ids=["own head", "tied"])
+@pytest.mark.parametrize(("attention", "checkpointing"),
+                         in_turn(("sdpa", "attnlib"), ("none", "selective", "layer")))  # fmt: skip
+def test_the_model_is_transformers_llama(shape, attention, checkpointing):
+    """Loss and gradients of all parameters, with the same weights; attnlib's attention rounds elsewhere."""
+    torch.manual_seed(1)
+    model = Llama(shape, Training(20, 2, attention, checkpointing, loss_rows=7))
+    with torch.no_grad():
+        for p in model.parameters():  # norms that are not ones, and weights that matter to the loss
+            p.copy_(0.5 * torch.randn_like(p) + (1.0 if p.dim() == 1 else 0.0))
+    theirs = as_transformers(shape, model)
+    tokens = torch.randint(0, shape.vocab, (2, 20))
+    loss, expected = model(tokens), theirs(tokens, labels=tokens).loss
+    loss.backward()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    ours = dict(model.named_parameters())
+    assert {their_name(name) for name in ours} == {name for name, _ in theirs.named_parameters()}
+    for name, p in ours.items():
+        right = theirs.get_parameter(their_name(name)).grad
+        assert (p.grad - right).norm() <= 1e-4 * right.norm(), name
+
+
 def trunk(model, tokens):
     x = model.tokens(tokens)
     for layer in model.layers:
@@ -207,7 +260,7 @@ def test_memory_orders_what_it_should():
 
 
 def test_time_orders_what_it_should():
-    shape, machine, base = SHAPES["1B"], Machine(), Training(8192)
+    shape, machine, base = SHAPES["1B"], H200_BEFORE, Training(8192)
     ms = [step_ms(shape, replace(base, **change), machine) for change in (
         {"attention": "math"}, {"checkpointing": "layer"}, {"checkpointing": "selective"}, {}, {"lora": 16})]
     assert ms == sorted(ms, reverse=True)
@@ -304,7 +357,7 @@ def test_operators_are_what_is_counted(checkpointing, lora, monkeypatch):
 
 
 def test_mended_time_orders_what_it_should():
-    shape, machine, base = SHAPES["1B"], Machine(), Training(16384)
+    shape, machine, base = SHAPES["1B"], H200_BEFORE, Training(16384)
     ms = [mended_ms(shape, replace(base, **change), machine) for change in (
         {"attention": "math"}, {"checkpointing": "layer"}, {"checkpointing": "selective"}, {}, {"lora": 16})]
     assert ms == sorted(ms, reverse=True)
@@ -313,6 +366,37 @@ def test_mended_time_orders_what_it_should():
     short, slow = Training(64, loss_rows=64), replace(machine, host=50.0)
     assert mended_ms(shape, short, slow) == host_ms(shape, short, slow)
     assert host_ms(replace(shape, layers=4), short, machine) == pytest.approx(4 * machine.host)
+
+
+def test_rates_of_an_h200_are_those_of_its_records():
+    """But for the link, which has no record. Adam's on the host is what the step of the record leaves it."""
+    gpu = "nvidia-h200"
+    rates = {row["rate"]: row["measured"] for row in records.load("training_memory", "rates_1", gpu).rows}
+    gemm = records.load("00_how_we_measure", "gemm", gpu).one(inputs="random", mode="sustained")
+    about = partial(pytest.approx, rel=0.005)
+    assert (gemm["tflops"], rates["memory"], rates["host"]) == about((H200.products, H200.memory, H200.host))
+    for kind, by_dim in H200.attention.items():
+        for dim, pair in by_dim.items():
+            found = [rates[f"{kind}, D = {dim}, {name}"] for name in ("forward", "backward")]
+            assert found == about(list(pair)), (kind, dim)
+    calls = records.load("fastattention", "cooperative", gpu).rows
+    bus = [row["gb_per_s"] for row in calls if row["impl"] == "bus" and row["bytes"] > 1e8]
+    assert min(bus) <= H200.bus <= max(bus)
+    how = Training(4096, offload=True)
+    row = next(row for row in records.load("training_memory", "steps_1", gpu).rows if row["offload"])
+    shape, rest = SHAPES["1B"], replace(how, offload=False)
+    left = row["ms"] - mended_ms(shape, rest, H200) + mended_adam_ms(shape, rest, H200)
+    assert mended_adam_ms(shape, how, H200) == pytest.approx(left, rel=0.01)
+
+
+def test_advice_goes_by_measured_rates():
+    """What was written before a measurement refuted it is nobody's default."""
+    assert Card(1e9).machine is H200 is machine_of("NVIDIA H200") is machine_of(None)
+    h100 = machine_of("NVIDIA H100 80GB HBM3")
+    assert (h100.host, h100.cpu) != (H200_BEFORE.host, H200_BEFORE.cpu) and h100.memory < H200.memory
+    by_default, as_before = (advise(MODELS["1B"], 4096, card)[0] for card in (
+        Card(135e9), Card(135e9, machine=H200_BEFORE)))  # fmt: skip
+    assert by_default.ms == mended_ms(MODELS["1B"], by_default.how, H200) != as_before.ms
 
 
 def test_advice():

@@ -55,6 +55,8 @@ from attnlib.book.trainer import Trainer  # noqa: E402
 from attnlib.book.training import SHAPES, LlamaShape, Training, memory  # noqa: E402
 from attnlib.book.training_time import (  # noqa: E402
     ADAM_BYTES,
+    H200,
+    H200_BEFORE,
     Machine,
     machine_of,
     mended_ms,
@@ -100,10 +102,11 @@ def one_gpu() -> Iterator[tuple[str, Training]]:
 
 
 def several(count: int) -> Iterator[tuple[str, Training]]:
-    def spread(model: str, context: int, checkpointing: str = "none", zeros=(3, 2, 1, 0)):
+    def spread(model: str, context: int, checkpointing: str = "none", zeros=(3, 2, 1, 0),
+               kind: str = "attnlib", offload: bool = False):  # fmt: skip
         for zero in zeros:
             for lora in (None, RANK):
-                yield model, Training(context, 1, "attnlib", checkpointing, lora, zero, count)
+                yield model, Training(context, 1, kind, checkpointing, lora, zero, count, offload)
 
     yield from spread("1B", 4096)
     yield from spread("8B", 4096, "layer", (3,))
@@ -118,6 +121,13 @@ def several(count: int) -> Iterator[tuple[str, Training]]:
     yield "1B", Training(4096, zero=2, gpus=count, offload=True)
     yield from spread("8B", 4096, "none", (3,))
     yield from spread("8B", 65536, "layer", (3,))
+    # Last, since each of their terms is in settings above or in those of one GPU.
+    for kind in ("math", "sdpa"):
+        for checkpointing in ("none", "layer"):
+            yield from spread("1B", 4096, checkpointing, kind=kind)
+    for how in (how for _, how in spread("1B", 4096, "none", (3, 1), offload=True) if how.lora is not None):
+        yield "1B", how
+    yield from spread("1B", 4096, "layer", (3, 1), offload=True)
 
 
 def tiny(count: int) -> Iterator[tuple[str, Training]]:
@@ -206,7 +216,7 @@ def predicted(name: str, how: Training, machine: Machine, card: Machine) -> dict
     return {
         "model": name, "parameters": shape.parameters, **{key: asdict(how)[key] for key in HOW},
         "predicted_bytes": memory(shape, how, inside=False).peak,
-        "predicted_ms": step_ms(shape, how, Machine()), "rated_ms": step_ms(shape, how, machine),
+        "predicted_ms": step_ms(shape, how, H200_BEFORE), "rated_ms": step_ms(shape, how, machine),
         "mended_bytes": memory(shape, how).peak,
         "mended_ms": mended_ms(shape, how, card), "mended_rated_ms": mended_ms(shape, how, machine),
         "host_bytes": offloaded(shape, how),
@@ -249,7 +259,8 @@ def per_call(call, count: int = 10) -> float:
 
 
 def measured_machine() -> Machine:
-    """Rates as `Machine` names them, in some ten seconds; without a second GPU all but the link's."""
+    """Rates as `Machine` names them, in some ten seconds; without a second GPU all but the link's, which no
+    formula of one GPU asks for."""
     like = {"device": "cuda", "dtype": torch.bfloat16}
     a, b = torch.randn(4096, 4096, **like), torch.randn(4096, 8192, **like)
     found: dict[str, Any] = {"products": 2 * 4096 * 4096 * 8192 / per_call(lambda: a @ b, 100) / 1e12}
@@ -260,7 +271,7 @@ def measured_machine() -> Machine:
     trainer = Trainer(shape, Training(64, gpus=dist.get_world_size() if dist.is_initialized() else 1), "cuda")
     tokens = torch.zeros(1, 64, dtype=torch.long, device="cuda")
     found["host"] = per_call(lambda: trainer.step(tokens)) * 1e3 / shape.layers
-    return Machine(**found)
+    return replace(H200, **found)
 
 
 def transfer_rates() -> dict[str, float]:
@@ -410,7 +421,7 @@ def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=count)
     if args.device == "cuda":  # the tests have a number of their own
         torch.set_num_threads(max(1, cores() // count))
-    machine = measured_machine() if args.device == "cuda" else Machine()
+    machine = measured_machine() if args.device == "cuda" else H200
     card = machine_of(torch.cuda.get_device_name() if args.device == "cuda" else None)
     book = Book(args, count) if rank == 0 else None
     if book:

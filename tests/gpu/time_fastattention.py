@@ -507,7 +507,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     good = True
     torch.set_num_threads(cores())
     header = records.provenance({
-        "mask": harness.method(SWEEP, "tiling-mask"), "cpu": cpu_name(), "threads": cores(),
+        "gpus": 1, "mask": harness.method(SWEEP, "tiling-mask"), "cpu": cpu_name(), "threads": cores(),
         "cooperative": "wall time, median of 5 rounds of windows of some 30 ms",
     })  # fmt: skip
     for name in asked:
