@@ -25,7 +25,7 @@ VALUES, VALUES_BACKWARD = ("head_dims", "values"), ("head_dims", "values_backwar
 MONARCH, MONARCH_TOKENS = ("monarch", "sweep"), (1024, 4096, 16384, 65536)
 ENTMAX, ENTMAX_CODES = "entmax", 10
 DISTR, DISTR_TOKENS = ("distr", "attention"), (4096, 16384)
-DISTRIBUTED, SPARSE, S2 = "distributed", "sparse", "s2"
+DISTRIBUTED, SPARSE, SPARSE_LONG, S2 = "distributed", "sparse", "sparse_65536", "s2"
 KEPT_SHIFT, PLANE = "kept_shift", ("plane", "cells")
 """Records and tables that are shown."""
 
@@ -306,14 +306,16 @@ def distributed_table() -> str:
 
 
 def sparse_tables() -> str:
-    """The tables of block masks and of scores, of the record of `tests/gpu/time_sparse.py`."""
+    """The tables of block masks and of scores, of the records of `tests/gpu/time_sparse.py`."""
     parts = []
     blocks = "Random blocks of 128 x 128, fp16, TFLOP/s of what is kept", "tflops", ".0f"
     functions = "Masks made by functions, fp16, TFLOP/s of what is kept", "tflops", ".0f"
     scores = "Scores, fp16, ms", "ms", ".2f"
-    for name, (title, column, form) in {"blocks": blocks, "functions": functions, "scores": scores}.items():
+    shown = (SPARSE, "blocks", blocks), (SPARSE_LONG, "blocks", blocks)
+    shown += (SPARSE, "functions", functions), (SPARSE, "scores", scores)
+    for record, name, (title, column, form) in shown:
         try:
-            table = records.load_anywhere(SPARSE, name, records.REFERENCE_GPU)
+            table = records.load_anywhere(record, name, records.REFERENCE_GPU)
         except records.RecordError:
             continue
         columns = {"call": title, "attnlib": "attnlib", "FlexAttention": "FlexAttention"}
