@@ -8,6 +8,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # autodoc impor
 # `lesson` wants Triton's interpreter without a GPU, and torch.distributed loads Triton before it.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import torch.nn.attention.flex_attention  # noqa: E402, F401  (signatures name its BlockMask)
+
 project = "attnlib"
 author = "The attnlib authors"
 copyright = "2026, The attnlib authors; text CC BY 4.0, code MIT"
