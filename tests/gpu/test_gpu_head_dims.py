@@ -281,8 +281,9 @@ def test_gradients(head_dim, causal):
 def test_gradients_with_values_of_another_width(pair, causal):
     head_dim, values = pair
     whole = Shape(2, 4, 1000, head_dim, causal, head_dim_v=values)
-    if pair != (192, 128):  # the portable kernels
-        check_gradients(whole, None)
+    if pair != (192, 128):  # filled up, in every call again
+        for _ in range(3):
+            check_gradients(whole)
         return
     grouped = Shape(1, 6, 777, 176, causal, "bfloat16", 2, 1100, 104)
     for shape in (whole, grouped, Shape(1, 2, 63, 136, causal, seqlen_k=129, head_dim_v=72)):

@@ -18,8 +18,8 @@ from attnlib.kernels.hopper.configs_backward import (
     hopper_backward_config,
     own_values_backward_config,
 )
+from attnlib.kernels.hopper.filled import filled_up
 from attnlib.kernels.hopper.launch import forward
-from attnlib.kernels.hopper.launch_backward import backward
 from attnlib.kernels.hopper.sharing import staying
 from attnlib.kernels.hopper.support import slower, unsupported
 from attnlib.params import Params
@@ -28,11 +28,25 @@ __all__ = ["FITS", "backward", "configuration", "forward", "prepare", "slower", 
 FITS = "compute capability 9.x, a half precision, layouts that TMA can read"
 
 
+def backward(d_out, q, k, v, out, lse, params: Params) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `launch_backward.backward`. Where values have columns of their own that no kernel is for, narrower
+    tensors are filled up with zeros."""
+    if q.shape[-1] == v.shape[-1] or params.config is not None:
+        return launch_backward.backward(d_out, q, k, v, out, lse, params)
+
+    def wide(d_out, q, k, v, out, lse, params):
+        params = params._replace(config=configuration(q, k, v, params, backward=True), plan=None)
+        return launch_backward.backward(d_out, q, k, v, out, lse, params)
+
+    return filled_up(wide, (d_out, q, k, v, out), lse, params)
+
+
 def configuration(
     q, k, v, params: Params, backward: bool = False
-) -> HopperConfig | HopperBackwardConfig:
+) -> HopperConfig | HopperBackwardConfig | None:
     """How the kernels are compiled and launched for queries, keys and values like these; varlen sequences
-    count as the longest, where nothing else is said."""
+    count as the longest, where nothing else is said. None for a backward pass with values whose columns no
+    kernel is for, see `filled`."""
     own_values = v.shape[-1] != q.shape[-1]
     if own_values and not backward:
         return own_values_config(q.shape[-1], v.shape[-1])

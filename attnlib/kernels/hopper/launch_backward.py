@@ -48,7 +48,9 @@ def backward(
 
 @lru_cache(PREPARED)
 def prepare(call: Signature) -> BackwardPlan | None:
-    """None if an input has to be copied."""
+    """None if an input has to be copied, or is filled up first (`filled`)."""
+    if call.config is None:
+        return None
     windows = given(call, call.out, call.q, call.k, call.v, call.out)
     if windows is None:
         return None

@@ -3,7 +3,6 @@
 from attnlib.kernels.common import hopper_gpu
 from attnlib.kernels.common.descriptors import describable
 from attnlib.kernels.common.tiles import tile_width
-from attnlib.kernels.hopper.configs_backward import own_values_backward_config
 from attnlib.params import Params
 
 SHORT_FORWARD, SHORT_BACKWARD = {64: 64, 128: 64}, {64: 256, 128: 128}
@@ -15,15 +14,12 @@ docs/lab/hopper.md and docs/lab/hopper-backward.md."""
 def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
     """What the kernels need and a call with valid arguments does not have; None if it has all.
 
-    The backward pass copies layouts that TMA can't read.
+    The backward pass copies layouts that TMA can't read, and fills up values whose columns no kernel is for.
     """
     lacks = hopper_gpu.unsupported_here(q)
     if lacks is not None:
         return lacks
     if backward:
-        own, values = q.shape[-1], v.shape[-1]
-        if own != values and own_values_backward_config(own, values) is None:
-            return f"has no backward pass for D = {own} with values of {values} columns"
         return None
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not describable(tensor):

@@ -176,6 +176,9 @@ BACKWARD = {
     "192 columns, values of 128, one row, one key": Call(192, 1, 1, 1, 1, D_v=128),
     "192 columns, values of 128, keys that nobody sees": Call(192, 1, 1, 60, 200, window=(30, -1), D_v=128),
     "192 columns, values of 128, varlen": Call(192, 2, 1, varlen=((40, 70), (150, 90), (0, 9)), D_v=128),
+    "64 columns, values of 128": Call(64, 2, 1, 70, 100, D_v=128, sm_scale=-0.1),
+    "128 columns, values of 64, varlen": Call(128, 1, 1, varlen=((40, 70), (70, 70)), D_v=64),
+    "40 of 64 columns, values of 256": Call(40, 1, 1, 63, 70, causal=False, D_v=256),
 }
 
 
