@@ -16,6 +16,8 @@ _made: WeakKeyDictionary[Any, BlockMask] = WeakKeyDictionary()
 def of_torch(mask: Any) -> Any:
     """The `attnlib.BlockMask` of a `torch.nn.attention.flex_attention.BlockMask`, kept as long as that lives.
     Anything else as it is; so is torch's where a graph is compiled, which could not make one."""
+    if mask is None or type(mask) is BlockMask:  # nearly always
+        return mask
     if not is_torch_mask(mask) or torch.compiler.is_dynamo_compiling():
         return mask
     found = _made.get(mask)
