@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnlib.arguments.common import certain, check_common, check_dense, check_impl, type_name
+from attnlib.arguments.common import certain, check_bool, check_common, check_dense, check_impl, type_name
 from attnlib.arguments.exact import Options
 from attnlib.arguments.exact import check as check_exact
 
@@ -34,8 +34,7 @@ def check_bsfa(q, k, v, options: BsfaOptions, symbols: bool = False) -> None:
     threshold, causal, sm_scale, return_lse, return_kept, impl = options
     check_tensors_of_bsfa(q, k, v, symbols)
     check_common(causal, None, sm_scale, return_lse, symbols)
-    if return_kept is not True and return_kept is not False:
-        raise TypeError(f"return_kept: expected a bool, got {type_name(return_kept)}")
+    check_bool("return_kept", return_kept)
     check_impl(impl, IMPLEMENTATIONS)
     _check_threshold(threshold, q, symbols)
 

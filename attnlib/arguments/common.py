@@ -79,14 +79,12 @@ def check_int32(name: str, given, expected: str = "a torch.Tensor") -> None:
 
 def check_common(causal, window, sm_scale, return_lse, symbols: bool) -> None:
     """The options that all functions have."""
-    if causal is not True and causal is not False:
-        raise TypeError(f"causal: expected a bool, got {type_name(causal)}")
+    check_bool("causal", causal)
     if window is not None:
         check_window(window, symbols)
     if sm_scale is not None:
         check_scale(sm_scale, symbols)
-    if return_lse is not True and return_lse is not False:
-        raise TypeError(f"return_lse: expected a bool, got {type_name(return_lse)}")
+    check_bool("return_lse", return_lse)
 
 
 def check_scale(sm_scale, symbols: bool) -> None:
@@ -108,6 +106,11 @@ def check_window(window, symbols: bool) -> None:
         right = bound >= -1
         if not (certain(right) if symbols else right):
             raise ValueError(f"window: expected ints from 0 on, or -1 for no bound, got {tuple(window)}")
+
+
+def check_bool(name: str, value) -> None:
+    if value is not True and value is not False:
+        raise TypeError(f"{name}: expected a bool, got {type_name(value)}")
 
 
 def check_int(name: str, value, least: int, most: int | None = None, expected: str | None = None) -> None:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnlib.arguments.common import (
+    check_bool,
     check_choice,
     check_groups,
     check_head_dim,
@@ -46,8 +47,7 @@ def check_distr(q, k, v, options: DistrOptions) -> None:
         raise ValueError(
             f"group: expected a number that divides the head dimension {q.shape[-1]}, got {group}"
         )
-    if causal is not True and causal is not False:
-        raise TypeError(f"causal: expected a bool, got {type_name(causal)}")
+    check_bool("causal", causal)
     check_int("seed", seed, 0, MAX_SEED)
     if sm_scale is not None:
         check_scale(sm_scale, False)

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnlib.arguments.common import certain, check_common, check_impl, type_name
+from attnlib.arguments.common import certain, check_bool, check_common, check_impl, type_name
 from attnlib.arguments.exact import Options, check_varlen
 from attnlib.arguments.exact import check as check_exact
 from attnlib.params import Varlen
@@ -44,6 +44,5 @@ def check_entmax(
     if not (certain(right) if symbols else right):
         raise ValueError(f"alpha: {_ALPHA}, got {alpha}")
     check_common(causal, None, sm_scale, False, symbols)
-    if return_tau is not True and return_tau is not False:
-        raise TypeError(f"return_tau: expected a bool, got {type_name(return_tau)}")
+    check_bool("return_tau", return_tau)
     check_impl(impl, ("triton", "reference"))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnlib.arguments.common import (
+    check_bool,
     check_common,
     check_groups,
     check_head_dim,
@@ -94,6 +95,5 @@ _check_shapes_once = lru_cache(1024)(_check_shapes)  # lengths may change from c
 def _check_options(options: Options, symbols: bool) -> None:
     causal, window, sm_scale, return_lse, deterministic, impl, _, _ = options
     check_common(causal, window, sm_scale, return_lse, symbols)
-    if deterministic is not True and deterministic is not False:
-        raise TypeError(f"deterministic: expected a bool, got {type_name(deterministic)}")
+    check_bool("deterministic", deterministic)
     check_impl(impl, ("decode", "hopper", "triton", "reference"))

@@ -6,6 +6,7 @@ import torch
 
 from attnlib.arguments.common import (
     DTYPES,
+    check_bool,
     check_choice,
     check_common,
     check_dense,
@@ -89,19 +90,11 @@ def _check_parts(name: str, x: Fp8) -> None:
     dims = 3 if x.varlen else 4
     parts = ("data", x.data, torch.float8_e4m3fn), ("scale", x.scale, torch.float32)
     for part, tensor, dtype in parts:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}.{part}: expected a torch.Tensor, got {type_name(tensor)}")
-        check_dense(f"{name}.{part}", tensor)
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name}.{part}: expected dtype {dtype}, got {tensor.dtype}")
-        if tensor.device != x.device:
-            where = f"expected device {x.device} as the data has, got {tensor.device}"
-            raise ValueError(f"{name}.{part}: {where}")
+        _check_part(f"{name}.{part}", tensor, dtype, x)
     if x.data.dim() != dims:
         raise ValueError(f"{name}.data: expected {dims} dimensions, got shape {tuple(x.data.shape)}")
     for (part, tensor, _), shape in zip(parts, x.shapes, strict=True):
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}.{part}: expected shape {shape}, got {tuple(tensor.shape)}")
+        _check_shape(f"{name}.{part}", tensor, shape)
     if x.data.numel() and not describable(x.data):
         raise ValueError(
             f"{name}.data: expected a contiguous last dimension, other strides and the address in multiples "
@@ -116,20 +109,28 @@ def _check_mean(name: str, x: Fp8) -> None:
         return
     if x.role != "v":
         raise ValueError(f"{name}: expected None, as only values are centered, got {type_name(mean)}")
-    if not isinstance(mean, torch.Tensor):
-        raise TypeError(f"{name}: expected None or a torch.Tensor, got {type_name(mean)}")
-    if mean.dtype != torch.float32:
-        raise TypeError(f"{name}: expected dtype torch.float32, got {mean.dtype}")
-    if mean.device != x.device:
-        raise ValueError(f"{name}: expected device {x.device} as the data has, got {mean.device}")
-    shape = x.sequences, x.heads, x.width
-    if mean.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape}, got {tuple(mean.shape)}")
+    _check_part(name, mean, torch.float32, x, "None or a torch.Tensor")
+    _check_shape(name, mean, (x.sequences, x.heads, x.width))
     if not mean.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {mean.stride()}")
     past = mean.data_ptr() % 16
     if past:
         raise ValueError(f"{name}: expected an address that is a multiple of 16 bytes, got one {past} past")
+
+
+def _check_part(name: str, tensor, dtype: torch.dtype, x: Fp8, expected: str = "a torch.Tensor") -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected {expected}, got {type_name(tensor)}")
+    check_dense(name, tensor)
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype}, got {tensor.dtype}")
+    if tensor.device != x.device:  # the data's, which is checked first
+        raise ValueError(f"{name}: expected device {x.device} as the data has, got {tensor.device}")
+
+
+def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
 
 
 def _check_tensor(name: str, x, varlen_call: bool, expected: str = "a torch.Tensor") -> None:
@@ -191,13 +192,8 @@ def _check_options(options: Options) -> None:
 
 def _check_recipe(scaling, rotate, center) -> None:
     check_choice("scaling", scaling, SCALINGS)
-    _check_bool("rotate", rotate)
-    _check_bool("center", center)
-
-
-def _check_bool(name: str, value) -> None:
-    if value is not True and value is not False:
-        raise TypeError(f"{name}: expected a bool, got {type_name(value)}")
+    check_bool("rotate", rotate)
+    check_bool("center", center)
 
 
 def _shown(value) -> str:

@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
 from attnlib import attention, attention_fp8, quantize_fp8  # noqa: E402
 from attnlib.bench import fp8_peers, harness, records  # noqa: E402
-from attnlib.bench.oracle import Budget, Judgement, make_inputs, max_and_rms  # noqa: E402
+from attnlib.bench.oracle import Budget, Judgement, make_inputs, max_and_rms, over_budget  # noqa: E402
 from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.kernels.common.fp8 import WIDTHS, Recipe  # noqa: E402
@@ -71,9 +71,8 @@ class Judge:
         found = torch.stack([out[0, 0], out[-1, -1]]).double()
         error, rms = max_and_rms(found - torch.stack(self.truth))
         budget = Budget(2 * factor * self.usual[0], factor * self.usual[1])
-        ok = error <= budget.max and rms <= budget.rms
-        reason = "" if ok else f"error {error:.2e}, RMS {rms:.2e}, at most {budget.max:.2e}, {budget.rms:.2e}"
-        return Judgement(error, rms, budget, ok, reason)
+        fault = over_budget(error, rms, budget)
+        return Judgement(error, rms, budget, not fault, fault)
 
 
 # ---------------------------------------------------------------- timing

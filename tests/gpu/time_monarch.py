@@ -37,7 +37,7 @@ sys.path[:0] = [str(ROOT)]
 
 from attnlib import attention, attention_monarch  # noqa: E402
 from attnlib.bench import harness, monarch_quality, records  # noqa: E402
-from attnlib.bench.oracle import Budget, Judgement, make_inputs, max_and_rms  # noqa: E402
+from attnlib.bench.oracle import Budget, Judgement, make_inputs, max_and_rms, over_budget  # noqa: E402
 from attnlib.bench.setting import SWEEP, Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.kernels import monarch  # noqa: E402
@@ -106,9 +106,8 @@ class Judge:
 
     def judge(self, out: torch.Tensor) -> Judgement:
         error, rms = max_and_rms(out[:, [0, -1], self.rows].double() - self.truth)
-        right = error <= self.budget.max and rms <= self.budget.rms
-        told = f"error {error:.2e}, RMS {rms:.2e}, at most {self.budget.max:.2e}, {self.budget.rms:.2e}"
-        return Judgement(error, rms, self.budget, right, "" if right else told)
+        fault = over_budget(error, rms, self.budget)
+        return Judgement(error, rms, self.budget, not fault, fault)
 
 
 def captured(call: Function) -> Function:

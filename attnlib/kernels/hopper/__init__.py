@@ -18,7 +18,7 @@ from attnlib.kernels.hopper.configs_backward import (
     hopper_backward_config,
     own_values_backward_config,
 )
-from attnlib.kernels.hopper.filled import filled_up
+from attnlib.kernels.hopper.filled import cut_off, filled_up
 from attnlib.kernels.hopper.launch import forward
 from attnlib.kernels.hopper.sharing import staying
 from attnlib.kernels.hopper.support import slower, unsupported
@@ -33,12 +33,9 @@ def backward(d_out, q, k, v, out, lse, params: Params) -> tuple[torch.Tensor, to
     tensors are filled up with zeros."""
     if q.shape[-1] == v.shape[-1] or params.config is not None:
         return launch_backward.backward(d_out, q, k, v, out, lse, params)
-
-    def wide(d_out, q, k, v, out, lse, params):
-        params = params._replace(config=configuration(q, k, v, params, backward=True), plan=None)
-        return launch_backward.backward(d_out, q, k, v, out, lse, params)
-
-    return filled_up(wide, (d_out, q, k, v, out), lse, params)
+    filled = filled_up(d_out, q, k, v, out)
+    params = params._replace(config=configuration(*filled[1:4], params, backward=True), plan=None)
+    return cut_off(launch_backward.backward(*filled, lse, params), (q, k, v))
 
 
 def configuration(

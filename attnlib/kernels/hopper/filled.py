@@ -1,29 +1,21 @@
-"""The backward pass where values have columns of their own that no kernel is for."""
-
-from __future__ import annotations
-
-from collections.abc import Callable
+"""Columns of zeros for the backward pass where values have columns of their own that no kernel is for. They
+add nothing to scores, and are multiplied by nothing else."""
 
 import torch
 import torch.nn.functional as F
 
-from attnlib.params import Params
-
 Tensor = torch.Tensor
 
 
-def filled_up(backward: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...], lse: Tensor,
-              params: Params) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the same call with columns of zeros, as many for queries and keys as for values.
+def filled_up(*tensors: Tensor) -> list[Tensor]:
+    """All with as many columns as the widest has."""
+    columns = max(x.shape[-1] for x in tensors)
+    return [F.pad(x, (0, columns - x.shape[-1])) if x.shape[-1] < columns else x for x in tensors]
 
-    tensors: d_out, q, k, v, out. Zeros add nothing to scores, and are multiplied by nothing else; their own
-    gradients are cut off. backward: of a call whose tensors have equal widths.
-    """
-    d_out, q, k, v, out = tensors
-    columns = max(q.shape[-1], v.shape[-1])
-    filled = [F.pad(x, (0, columns - x.shape[-1])) if x.shape[-1] < columns else x for x in tensors]
-    gradients = backward(*filled, lse, params)
+
+def cut_off(gradients: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Gradients of filled tensors without those of the zeros, laid out like `tensors`."""
     return tuple(
         x if x.shape == own.shape else torch.empty_like(own).copy_(x[..., : own.shape[-1]])
-        for x, own in zip(gradients, (q, k, v), strict=True)
+        for x, own in zip(gradients, tensors, strict=True)
     )
