@@ -150,6 +150,19 @@ def test_a_resumed_run_measures_the_others(small, tmp_path, monkeypatch, capsys)
     assert "dense" not in capsys.readouterr().out
 
 
+def test_a_pass_alone_is_measured_again(small, tmp_path, monkeypatch, capsys):
+    """The rows of the other pass stay in the record."""
+    path = tmp_path / "plane.json"
+    assert time_plane.main(["--out", str(path)]) == 0
+    before = {plane.key(row): row for row in rows_of(path)}
+    monkeypatch.setenv("ATTNLIB_COMMIT", "another")
+    assert time_plane.main(["--passes", "backward", "--out", str(path)]) == 0
+    after = {plane.key(row): row for row in rows_of(path)}
+    assert list(after) == list(before)
+    assert all((row["commit"] == "another") is (way == "backward") for (_, way), row in after.items())
+    assert all(after[key] == before[key] for key in before if key[1] == "forward")
+
+
 def test_named_calls_have_a_table_of_their_own(small, tmp_path, monkeypatch, capsys):
     named = [Cell("window256", Shape(1, 2, 40, 16)), Cell("gqa4", Shape(1, 8, 24, 24, heads_kv=2))]
     monkeypatch.setattr(plane, "NAMED", named)

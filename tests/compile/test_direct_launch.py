@@ -83,7 +83,7 @@ def keys96(rows: int, keys: int, head_dim: int):
 def varlen_keys96(rows: int, keys: int, head_dim: int):
     """The same of two sequences."""
     q, k, v, params = varlen(rows, keys, head_dim)
-    return q, k, v, params._replace(config=replace(KEYS_96, placed=False))
+    return q, k, v, params._replace(config=replace(KEYS_96, early_mask=True))
 
 
 def varlen(rows: int, keys: int, head_dim: int):

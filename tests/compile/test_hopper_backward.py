@@ -78,7 +78,7 @@ OPTION_SPILLS = {
     (64, "alternate causal"): 12, (64, "alternate dense"): 4, (128, "alternate causal"): 6,
     (64, "bulk causal"): 2, (64, "bulk dense"): 10, (80, "bulk causal"): 8, (96, "bulk dense"): 8,
     (128, "bulk causal"): 2, (128, "bulk varlen window"): 4, (64, "early causal"): 8,
-    (192, "early causal"): 4, (256, "values first window"): 6, (256, "values first both sides"): 6,
+    (192, "early causal"): 4, (128, "pauses causal"): 6,
     (64, "persistent early causal"): 14, (64, "persistent dense"): 14, (80, "persistent causal"): 10,
     (96, "persistent bulk dense"): 12, (128, "persistent early causal"): 8, (128, "persistent dense"): 8,
     (128, "persistent window"): 10, (64, "persistent bulk dense"): 6, (64, "persistent early both sides"): 8,
@@ -101,17 +101,12 @@ OPTION_SPILLS = {
 numbers to keep."""
 KEYS_SPILLS = {
     (KEYS, "causal"): 4, (KEYS, "dense"): 2, (KEYS, "both sides"): 6, (KEYS, "varlen window"): 4,
-    (KEYS, "early causal"): 4, (KEYS, "shared causal"): 4, (KEYS, "apart causal"): 4,
-    (KEYS, "spread causal"): 8, (KEYS, "spread shared causal"): 8, (KEYS, "all load dense"): 6,
-    (KEYS, "early both sides"): 6, (KEYS, "spread varlen"): 2, (KEYS, "spread varlen dense"): 2,
-    (KEYS, "spread shared varlen"): 4,
-    (KEYS_160, "both sides"): 8, (KEYS_160, "shared causal"): 2, (KEYS_160, "spread varlen"): 2,
-    (KEYS_160, "spread varlen dense"): 4, (KEYS_160, "spread shared varlen"): 4,
-    (KEYS_160, "causal"): 6, (KEYS_160, "dense"): 6, (KEYS_160, "spread causal"): 12,
-    (KEYS_160, "spread shared causal"): 8, (KEYS_160, "all load dense"): 6, (KEYS_160, "early both sides"): 8,
-    (KEYS_PAIR, "causal"): 2, (KEYS_PAIR, "dense"): 0, (KEYS_PAIR, "all load causal"): 2,
-    (KEYS_PAIR, "all load dense"): 0, (KEYS_PAIR, "all load both sides"): 4, (KEYS_PAIR, "spread varlen"): 2,
-    (KEYS_PAIR, "spread varlen dense"): 4,
+    (KEYS, "varlen"): 2, (KEYS, "varlen dense"): 2, (KEYS, "early causal"): 4, (KEYS, "shared causal"): 4,
+    (KEYS, "apart causal"): 4, (KEYS, "shared varlen"): 4, (KEYS, "early both sides"): 6,
+    (KEYS_160, "causal"): 6, (KEYS_160, "dense"): 6, (KEYS_160, "both sides"): 8, (KEYS_160, "varlen"): 2,
+    (KEYS_160, "varlen dense"): 4, (KEYS_160, "shared causal"): 2, (KEYS_160, "shared varlen"): 4,
+    (KEYS_PAIR, "dense"): 0, (KEYS_PAIR, "early causal"): 2, (KEYS_PAIR, "early both sides"): 4,
+    (KEYS_PAIR, "early varlen"): 2, (KEYS_PAIR, "varlen dense"): 4,
 }  # fmt: skip
 """Words that may spill there."""
 FIRST = [
@@ -119,8 +114,8 @@ FIRST = [
     (64, "alternate bulk whole varlen window"), (80, "turns causal"), (96, "turns causal"),
     (128, "turns causal"), (128, "apart causal"), (128, "deterministic varlen window"),
     (160, "deterministic causal"), (192, "early causal"), (PAIR, "causal"), (256, "causal"), (256, "dense"),
-    (256, "shared causal"), (256, "deterministic varlen window"), (KEYS, "all load dense"),
-    (KEYS, "spread shared varlen"), (KEYS_160, "causal"), (KEYS_PAIR, "all load both sides"),
+    (256, "shared causal"), (256, "deterministic varlen window"), (KEYS, "dense"),
+    (KEYS, "shared varlen"), (KEYS_160, "causal"), (KEYS_PAIR, "early both sides"),
 ]  # fmt: skip
 """What calls get by themselves, of each width and with each option."""
 CASES = with_more(
@@ -144,8 +139,7 @@ WHOLE = {"half_p": False}
 FORMS |= {"turns bulk whole": FORMS["turns bulk"] | WHOLE, "bulk whole": FORMS["bulk"] | WHOLE}
 FORMS["alternate bulk whole"] = FORMS["bulk whole"] | {"alternate": True}
 FORMS |= {f"{name} shared": form for name, form in FORMS.items() if form.get("persistent")}
-FORMS["values first"] = {"values_first": True}
-FORMS |= {"spread": {"placed": False}, "spread shared": {"placed": False}, "all load": {"loaded": 3}}
+FORMS["pauses"] = {"pause_every": 4}
 OPTIONS = "deterministic", *FORMS, "shared", "apart"
 """Words before a kind: of the configuration; the last two, programs that share a key head."""
 SHARED = "keys_ptr", "SHARE"
@@ -181,7 +175,7 @@ LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 1, 256: 0, PAIR: 0, KEYS: 2,
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 SHARED_LOADS = LOADS | {64: 18, 80: 7, 96: 15, 192: 1}
 """The same where programs share a key head, which keep an address of sums more."""
-OWN_LOADS = {(256, "shared varlen window"): 5, (KEYS_PAIR, "spread varlen"): 1}
+OWN_LOADS = {(256, "shared varlen window"): 5, (KEYS_PAIR, "early varlen"): 1}
 """Of single kinds. No call gets the first by itself: such varlen calls visit all query heads of a group."""
 
 
@@ -333,13 +327,15 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
         assert deterministic or loop.get("LDL", 0) <= loads
         assert not any(text.startswith(("ATOM", "LDG", "STG")) for text in loop), "turns have their own warp"
     moved = [sum("R2UR" in text for text in listing) for listing in stats.loop_listings]
-    # The wide kernel has them in warpgroups 1 and 2, and is faster so than in orders without. Where programs
-    # share a key head, the second consumer has them: its sums of dK and dV are added in the order of threads.
+    # Where programs of one tile share a key head, the second consumer has them: its sums of dK and dV are
+    # added in the order of threads. So are those of dQ in a deterministic wide kernel.
     of_keys = width in (KEYS, KEYS_160, KEYS_PAIR)
     stays = option.startswith(("persistent", "turns"))
-    uniform = width in (64, 80, 96, 128) and (not shared or stays)
-    uniform |= of_keys and "spread" not in option
+    uniform = (not shared or stays) if width in (64, 80, 96, 128) else not deterministic
     assert not uniform or max(moved) <= 8, "addresses are taken for different in each thread"
+    paused = [sum("NANOSLEEP" in text for text in listing) for listing in stats.loop_listings]
+    every = columns_of(width, deterministic)[2].pause_every if option != "pauses" else 4
+    assert paused == [loop.get("REDG", 0) // every if every else 0 for loop in loops]
     two_parts = 2 if width in (80, 96) else 1
     places = 3 if of_keys else 2 * two_parts
     from_registers = 0 if in_bulk else places

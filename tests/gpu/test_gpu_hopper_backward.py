@@ -179,10 +179,10 @@ def tiles_of(head_dim: int) -> tuple[int, ...]:
     return (160, 192) if head_dim <= 160 else (192,)
 
 
-@pytest.mark.parametrize("loaded", [0, 2, 3])
+@pytest.mark.parametrize("pause_every", [0, 2, 4])
 @pytest.mark.parametrize("case", OF_96_KEYS, ids=lambda case: case.label)
-def test_96_keys_a_program(case, loaded):
-    changes = {"loaded": loaded, "early_mask": loaded == 3, "placed": loaded != 3}
+def test_96_keys_a_program(case, pause_every):
+    changes = {"pause_every": pause_every, "early_mask": pause_every == 4}
     for changes["columns"] in tiles_of(case.shape.head_dim):
         check_backward(case, "cuda", lambda *call: with_96_keys(*call, **changes))
 
@@ -232,12 +232,12 @@ def check_varlen(call: Draw, config: HopperBackwardConfig) -> None:
 
 
 @pytest.mark.parametrize("window", [None, (100, 0), (64, 33), (-1, 9), (300, -1)], ids=str)
-@pytest.mark.parametrize("loaded, visited", [(2, None), (3, 2), (0, 1)])
+@pytest.mark.parametrize("early, visited", [(False, None), (False, 2), (True, 1)])
 @pytest.mark.parametrize(
     "head_dim, value_dim", [(192, None), (136, None), (160, None), (192, 128), (136, 72)]
 )
-def test_varlen_sequences_of_96_keys_a_program(head_dim, value_dim, loaded, visited, window):
-    changes = {"loaded": loaded, "placed": loaded != 2, "early_mask": loaded == 0, "visited": visited}
+def test_varlen_sequences_of_96_keys_a_program(head_dim, value_dim, early, visited, window):
+    changes = {"early_mask": early, "visited": visited}
     for columns in tiles_of(head_dim):
         values = columns if value_dim is None else 128
         config = replace(KEYS_96, query_columns=columns, value_columns=values, **changes)

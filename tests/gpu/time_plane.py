@@ -2,14 +2,14 @@
 
     python tests/gpu/time_plane.py                some 400 s; figures/data/<gpu>/plane.json
     python tests/gpu/time_plane.py --seconds 200  begin no cell after so many, and say what is left out
-    python tests/gpu/time_plane.py --resume       keep the cells that the record has, measure the others
-    python tests/gpu/time_plane.py --dims 64 96   these head dimensions alone
+    python tests/gpu/time_plane.py --resume       leave out the cells that the record has
+    python tests/gpu/time_plane.py --dims 64 96 --passes backward    these cells alone
     python tests/gpu/time_plane.py --named        the calls of `plane.NAMED` instead, in table `named`
 
 Table `cells`: a row for each cell of `bench.plane` and pass, with both times, the ratio of each of eight
 shuffled rounds with cold L2, and what attnlib differs by from itself. Table `named`: the same of calls beside
 the plane. ATTNLIB_FA3 names FlashAttention-3's library. First, processes side by side compile. The record is
-written after each length of a kind.
+written after each length of a kind; cells that were not measured stay in it, and a row says its commit.
 
 Before and after it is timed, either result is judged: the last query head (forward) or the query heads of
 the last key head (gradients) of the last batch entry against fp64, with the budget of the oracle. And each
@@ -251,9 +251,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time the plane of calls beside FlashAttention-3.")
     parser.add_argument("--seconds", type=float, default=400,
                         help="begin no cell after so many (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="keep the cells that the record has")
+    parser.add_argument("--resume", action="store_true", help="leave out the cells that the record has")
     parser.add_argument("--dims", type=int, nargs="+", choices=plane.DIMS, default=plane.DIMS, metavar="D",
                         help="head dimensions of the plane (default: all)")  # fmt: skip
+    parser.add_argument("--passes", nargs="+", choices=plane.PASSES, default=plane.PASSES, metavar="PASS",
+                        help="forward, backward (default: both)")  # fmt: skip
     parser.add_argument("--named", action="store_true", help="the calls of plane.NAMED instead of the plane")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/plane.json)")
     return parser.parse_args(argv)
@@ -280,10 +282,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = [plane.NAMED] if args.named else [
         [cell for cell in group if cell.shape.head_dim in args.dims] for group in plane.groups()
     ]  # fmt: skip
-    found = {plane.key(row): row for row in (kept(path, name) if args.resume else [])}
+    found = {plane.key(row): row for row in kept(path, name)}
+    done = set(found) if args.resume else set()
     calls = [
-        [(cell, way) for cell in group for way in plane.PASSES if (cell, way) not in found]
-        for group in groups
+        [(cell, way) for cell in group for way in args.passes if (cell, way) not in done] for group in groups
     ]
     compile_all({cell for group in calls for cell, _ in group})
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)

@@ -9,7 +9,7 @@
     python tests/gpu/tune_backward.py choices --rounds 4         some 80 s, and as long `narrow`
     python tests/gpu/tune_backward.py last --rounds 4            some 130 s
     python tests/gpu/tune_backward.py varlen96 --rounds 4        some 50 s
-    python tests/gpu/tune_backward.py wide --rounds 4            not run yet
+    python tests/gpu/tune_backward.py pauses --rounds 4          some 150 s
 
 steps: forms of a step, as `STEP_FORMS` names them, of calls whose heads all have keys of their own.
 persistent: one tile a program, or programs that stay on their SM ("stays").
@@ -21,17 +21,17 @@ grouped: of grouped heads. "all", a program visits all query heads of a group, o
 it visits n of them and adds dK and dV to float32 sums in memory; "apart n", it has sums of its own, added up
 behind the kernel; "stays", programs stay on their SM.
 wide96: 192 columns, 64 keys a program, and 96 ("96"); of grouped heads with one query head
-("added 1") or two a program. "all load", "none load": how many warpgroups have first operands in registers.
-"not placed": dQ is added at addresses that follow from a thread's number.
+("added 1") or two a program.
 wide160: the same of 160 columns.
 choices: beyond 160 columns, what the configuration can say and was not timed: query heads a program, and
 how much of L2 the heads that advance together may take ("8 MB").
 narrow: the same of up to 128 columns; "half": dS from P as it was rounded.
 last: under a diagonal, how much of L2 the heads that advance together may take ("8 MB"), and a last section
-that is like the others ("equal") or larger; of 96 keys also how operands are read, P is masked and dQ is
-added, of grouped heads how many a program visits.
-wide: beyond 192 columns, windows and grouped heads, some of which were faster before: which warpgroup is the
-program's first, an early mask, and heads that advance together; of grouped heads query heads a program.
+that is like the others ("equal") or larger; of 96 keys also how P is masked, of grouped heads how many a
+program visits.
+pauses: how often a warpgroup that adds dQ from its registers pauses ("4": after every fourth addition); of 96
+keys also P masked early, beyond 192 columns how much of L2 the heads that advance together may take, and of
+grouped heads query heads a program.
 varlen96: varlen sequences of 160 and 192 columns, 64 keys a program and 96; "96" is what calls get that have
 96 keys, grouped heads as many a program as those.
 
@@ -153,9 +153,13 @@ LAST = """
 160-causal-1024 256-gqa8-4096 256-gqa4-16384 192-gqa8-1024 128-causal-512 96-causal-1024 128-causal-2048
 64-causal-1024 256-gqa8-16384 96-causal-4096 192/128-causal-4096 256-causal-4096 96-gqa8-1024
 """.split()
-WIDE = """
-256-window-4096 256-gqa4-16384 256-window-16384 224-window-4096 256-gqa4-512 256-window-2048 224-gqa4-16384
-256-gqa8-16384 256-gqa8window-4096 256-causal-4096 224-dense-4096 192-window-4096
+PAUSES = """
+192-dense-4096 192/128-causal-4096 160-causal-4096 192-gqa8-4096 192-window-4096 192-varlen-1024
+128-causal-1024
+128-window-4096 128-gqa4-16384 256-gqa4-512 192/128-dense-4096 160-dense-4096 192-varlendense-1024
+192/128-varlen-1024 160-varlen-1024 192-varlengqa8-1024 192-varlenwindow-4096 192-causal-1024 128-causal-16384
+128-varlen-1024 128-varlengqa8-1024 96-gqa8-4096 80-gqa8-4096 80-causal-4096 128-causal-4096-float16
+256-varlen-1024 256-gqa4-1024 256-gqa8-512 256-gqa4-2048 160-gqa8-4096 112-causal-4096 96-varlen-1024
 """.split()
 GROUPED = [
     f"{head_dim}-{kind}-{length}"
@@ -264,8 +268,6 @@ def wide96_forms(cell: Cell) -> Forms:
         for n in (1, 2):
             found |= {f"added {n}": replace(config, visited=n), f"96 added {n}": replace(KEYS_96, visited=n)}
         return {name: form for name, form in found.items() if name != "96"}
-    found |= {"96 all load": replace(keys96, loaded=3), "96 none load": replace(keys96, loaded=0)}
-    found["96 not placed"] = replace(keys96, placed=False)
     if KINDS[cell.kind].causal:
         found["96 early"] = replace(keys96, early_mask=True)
     return found
@@ -288,9 +290,7 @@ def wide160_forms(cell: Cell) -> Forms:
     found: Forms = {"64": SPLIT[160], DEFAULT: keys96}
     if kind.group > 1:
         found |= {f"added {n}": replace(keys96, visited=n) for n in (1, 2)}
-        spread = {"added 2, not placed": replace(keys96, visited=2, placed=False)}
-        return found | spread | {"all": replace(keys96, visited=kind.group)}
-    found["all load"], found["not placed"] = replace(keys96, loaded=3), replace(keys96, placed=False)
+        return found | {"all": replace(keys96, visited=kind.group)}
     if kind.causal:
         found["early"] = replace(keys96, early_mask=True)
         others = [megabytes for megabytes in (16, 64) if megabytes << 20 != keys96.l2_bytes]
@@ -306,7 +306,7 @@ def choice_forms(cell: Cell) -> Forms:
         keys64 = SPLIT[192]
         for n, name in ((1, "added 1"), (2, "added 2"), (group, "all")):
             found |= {name: replace(config, visited=n), f"64, {name}": replace(keys64, visited=n)}
-        return found | {"placed, added 2": replace(config, placed=True, visited=2)}
+        return found
     if group == 1:
         first, prefix = config, ""
     else:
@@ -359,28 +359,26 @@ def last_forms(cell: Cell) -> Forms:
                 name += f", added {visited}" * (visited is not None)
                 found[name] = replace(config, visited=visited, l2_bytes=megabytes << 20, last_waves=waves)
     if isinstance(config, Keys96BackwardConfig) and group == 1:
-        found["not placed" if config.placed else "placed"] = replace(config, placed=not config.placed)
-        found |= {f"load {n}": replace(config, loaded=n) for n in (0, 2, 3) if n != config.loaded}
         found["late" if config.early_mask else "early"] = replace(config, early_mask=not config.early_mask)
     return found
 
 
-def wide_forms(cell: Cell) -> Forms:
-    """Of one call beyond 192 columns, or of 192 with a window: orders of the warpgroups of 64 keys a program,
-    P masked early, sections of heads."""
+def pause_forms(cell: Cell) -> Forms:
+    """Of one call: how often a warpgroup that adds dQ pauses; of 96 keys with P masked early and late, beyond
+    192 columns with sections of heads, of grouped heads with query heads a program."""
     config, kind = default_of(cell), KINDS[cell.kind]
     found = {DEFAULT: config}
     if isinstance(config, Keys96BackwardConfig):
-        return found | {f"{n} MB": replace(config, l2_bytes=n << 20) for n in (8, 40)}
-    visits = [n for n in (1, 2, kind.group // 2, kind.group) if kind.group > 1] or [config.visited]
-    for visited in dict.fromkeys(visits):
-        for first in (False, True):
-            form = replace(config, visited=visited, values_first=first)
-            name = ("values first" if first else "keys first") + f", visits {visited}" * (kind.group > 1)
-            found |= {name: form, f"{name}, 40 MB": replace(form, l2_bytes=40 << 20)}
-            if kind.group == 1:
-                found[f"{name}, 8 MB"] = replace(form, l2_bytes=8 << 20)
-                found |= {f"{name}, early": replace(form, early_mask=True)} if kind.causal else {}
+        for early, every in product((False, True)[: 1 + kind.causal], (0, 1, 2, 4)):
+            found[f"{'early ' * early}{every}"] = replace(config, early_mask=early, pause_every=every)
+        return found
+    if config.block_n == 128:
+        return found | {str(every): replace(config, pause_every=every) for every in (0, 2, 4, 8)}
+    found |= {str(every): replace(config, pause_every=every) for every in (0, 1, 2)}
+    visits = sharing.divisors(kind.group) if kind.group > 1 and not kind.varlen else [config.visited]
+    for visited, megabytes in product(visits, (8, 16, 40) if not kind.varlen else ()):
+        name = f"1, {megabytes} MB" + f", visits {visited}" * (visited is not None)
+        found[name] = replace(config, pause_every=1, visited=visited, l2_bytes=megabytes << 20)
     return found
 
 
@@ -390,11 +388,9 @@ def varlen96_forms(cell: Cell) -> Forms:
     config, keys96 = SPLIT[columns], keys96_config(BackwardKind(varlen=True), columns)
     if cell.shape.head_dim_v is not None:
         config, keys96 = OWN_VALUES, keys96_config(BackwardKind(varlen=True), value_columns=128)
-    found = {"64": config, "96": keys96, "96 placed": replace(keys96, placed=True)}
-    found["96 all load"] = replace(keys96, placed=True, loaded=3)
+    found = {"64": config, "96": keys96}
     if KINDS[cell.kind].window is not None:
         found["96 early"] = replace(keys96, early_mask=True)
-        found["96 placed, early"] = replace(keys96, placed=True, early_mask=True)
     if group > 1:
         found["96 all"] = replace(keys96, visited=group)
     for n in (1, 2) if group > 1 else ():
@@ -414,7 +410,7 @@ SETS = {
     "narrow": (narrow_forms, NARROW),
     "last": (last_forms, LAST),
     "varlen96": (varlen96_forms, VARLEN96),
-    "wide": (wide_forms, WIDE),
+    "pauses": (pause_forms, PAUSES),
 }
 
 

@@ -57,6 +57,10 @@ def opaque_zero(j):
     return j >> 30
 
 
+PAUSE_NS = 16
+"""What a pause asks for. On an H200 all from 1 to 30 ns take 63 clocks, 40 and 60 twice as many."""
+
+
 # The expansion for four elements of a thread, _add_asm(4). $0 is a result of four bytes that is not used, $1
 # to $4 are the elements, $5 is the address (of which every element has a copy), $9 says whether to add.
 #
@@ -69,10 +73,10 @@ def opaque_zero(j):
 #     DONE:
 #     mov.b32 $0, 0; }
 @gluon.constexpr_function
-def _add_asm(n, operation="red.global.add.v4.f32", always=False, placed=False):
+def _add_asm(n, operation="red.global.add.v4.f32", always=False, placed=False, pause_every=0):
     """All n elements of a thread. The n results, a byte each, are n // 4 registers that are not used.
     `always`: without $9 and what depends on it. `placed`: $13 is what t is here, see `place_of`; with both
-    it is $9."""
+    it is $9. `pause_every`: see `add_sums`."""
     outputs, values, pointer, wanted = 0, n // 4, n // 4 + n, n // 4 + 2 * n
     place = "mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4;"
     lines = [
@@ -85,6 +89,8 @@ def _add_asm(n, operation="red.global.add.v4.f32", always=False, placed=False):
     for i in range(0, n, 4):
         four = ", ".join(f"${values + i + k}" for k in range(4))
         lines.append(f"{operation} [a + {i * 512}], {{{four}}};")
+        if pause_every and i // 4 % pause_every == 0:
+            lines.append(f"nanosleep.u32 {PAUSE_NS};")
     lines += [] if always else ["DONE:"]
     lines += [f"mov.b32 ${outputs + i}, 0;" for i in range(n // 4)]
     return " ".join([*lines, "}"])
@@ -113,15 +119,19 @@ def add_sums(
 ):
     """Add [64, columns] to the sums of a block, of [BLOCK_M / 64, D / 8, 512] in memory, from element AT on,
     as it lies in registers: four values of a thread, two columns of two rows, are 16 bytes, and the 128
-    threads follow each other. Without `wanted`, do nothing. PLACED: with places as `place_of` has them."""
+    threads follow each other. Without `wanted`, do nothing. PLACED: with places as `place_of` has them.
+
+    The plan's `pause_every`: after the first addition and every so many more a thread pauses, 0: never.
+    Additions go through the load/store unit, 8 clocks or more each for a warp, and while they queue up there
+    the shared memory of the other warpgroups waits behind them."""
     n: gl.constexpr = dq.shape[1] // 2  # elements of dq in a thread
     offset = block.to(gl.int64) * (plan.block_m * plan.width) + AT
     operands = dq, (dq_ptr + offset).to(gl.int64), wanted.to(gl.int32)
     if PLACED:
         operands = operands + (place_of(dq),)
     gl.inline_asm_elementwise(
-        _add_asm(n, "red.global.add.v4.f32", False, PLACED), _add_constraints(n, False, PLACED), operands,
-        dtype=gl.int8, is_pure=False, pack=n,
+        _add_asm(n, "red.global.add.v4.f32", False, PLACED, plan.pause_every),
+        _add_constraints(n, False, PLACED), operands, dtype=gl.int8, is_pure=False, pack=n,
     )  # fmt: skip
 
 

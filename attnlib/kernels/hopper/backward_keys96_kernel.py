@@ -13,9 +13,9 @@ and of dK and dV columns of the head, in three parts of 64. A step is a block of
 So each has 2 x 48 registers of dK and dV in a thread and a third of the products. P goes from 0 to the others
 through shared memory, dS from 1 to 2, both rounded as for the products, which read them there. Each has two
 buffers, Q and dO as well, so warpgroups may be a step apart. First operands of dK^T and dV^T are needed for
-64 and again for 32 keys. In a plan that says `loaded` two warpgroups, or all, read them once, into registers.
-ptxas keeps 24 registers of a thread away from products, so S and dP of 64 keys are formed first, and those of
-32 when their registers are free again.
+64 and again for 32 keys: 0 and 1 read them once, into registers, for which 2 has no room. ptxas keeps 24
+registers of a thread away from products, so S and dP of 64 keys are formed first, and those of 32 when their
+registers are free again.
 
 Values of up to 128 columns have two parts, and warpgroup 2 none of dV^T: it needs neither dO nor P.
 
@@ -42,9 +42,10 @@ The slot of block j is j & 1; all from Q_FREE on are the hardware's named barrie
 would wait for each other, too, so p_full is none. P needs no barrier for its reuse: 0 writes P of j+2 when it
 has waited for Q of j+2, which was filled after 1 and 2 had released Q of j, and they no longer needed P of j.
 
-Who loads what a copy will overwrite (0 LSE, 1 delta, and first operands where they are `loaded`) executes a
-fence between that and the release, see `backward_kernel`. That of P, or dS, does for 0 and 1, which load
-before it. Warpgroup 2 needs one for that alone, which may wait for its additions of the step before.
+Who loads what a copy will overwrite (0 LSE, 1 delta, both first operands) executes a fence between that and
+the release, see `backward_kernel`. That of P, or dS, does, as they load before it.
+
+Between its additions to dQ warpgroup 2 pauses, see `backward_ring.add_sums`.
 """
 
 from typing import NamedTuple
@@ -158,18 +159,6 @@ def _issue_update(a, b, slot, acc, LOADED: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _finished(tokens, FREE: gl.constexpr, j, plan: gl.constexpr):
-    """Two parts of dV^T or dK^T. Their first operands lay in what is released, which is early where they were
-    loaded, and fenced."""
-    if plan.loaded >= 2:
-        release(FREE, j, plan.consumers)
-    found = warpgroup_mma_wait(0, deps=tokens)
-    if plan.loaded < 2:
-        release(FREE, j, plan.consumers)
-    return found
-
-
-@gluon.jit
 def _zeros(N: gl.constexpr, plan: gl.constexpr):
     """Of N parts of dK^T, or dV^T; there may be none."""
     found = ()
@@ -263,14 +252,15 @@ def _visit_for_values(dv, mem, qk_scale, tile, work, plan: gl.constexpr):
         p_few = _probabilities(few, lse, qk_scale, tile.start + 64, m, tile, work, plan)
         mem.p.few.index(slot).store(p_few.to(dtype))
         mbarrier.wait(mem.do_full.index(slot), parity_of(j))
-        do = _columns(mem.do, slot, 0, 2, plan.loaded >= 2, plan)
+        do = _columns(mem.do, slot, 0, 2, True, plan)
         fence_async_shared()
         mbarrier.arrive(mem.p_full.index(slot), count=1)
 
         # dV, then S of the block after.
-        tokens = _issue_update(do, mem.p, slot, dv, plan.loaded >= 2, plan)
+        tokens = _issue_update(do, mem.p, slot, dv, True, plan)
         release(Q_FREE, j, plan.consumers)
-        dv = _finished(tokens, DO_FREE, j, plan)
+        release(DO_FREE, j, plan.consumers)
+        dv = warpgroup_mma_wait(0, deps=tokens)
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
@@ -318,14 +308,15 @@ def _visit_for_keys(dk, mem, tile, work, plan: gl.constexpr):
         few = _scores(mem.do, slot, mem.v.few, j, plan)
         _differences(mem.p.few.index(slot), few, delta, mem.ds.few.index(slot), dtype)
         mbarrier.wait(mem.q_full.index(slot), parity_of(j))
-        q = _columns(mem.q, slot, 0, 2, plan.loaded >= 2, plan)
+        q = _columns(mem.q, slot, 0, 2, True, plan)
         fence_async_shared()
         named_barrier("arrive", DS_FULL + slot, 256)
 
         # dK, then dP of the block after.
-        tokens = _issue_update(q, mem.ds, slot, dk, plan.loaded >= 2, plan)
+        tokens = _issue_update(q, mem.ds, slot, dk, True, plan)
         release(DO_FREE, j, plan.consumers)
-        dk = _finished(tokens, Q_FREE, j, plan)
+        release(Q_FREE, j, plan.consumers)
+        dk = warpgroup_mma_wait(0, deps=tokens)
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.do_full.index(next_slot), parity_of(j + 1))
@@ -370,21 +361,17 @@ def _visit_for_queries(dk, dv, dq_ptr, mem, tile, work, plan: gl.constexpr):
         slot = slot_of(j)
         if plan.value_parts > 2:
             mbarrier.wait(mem.do_full.index(slot), parity_of(j))
-            do = _columns(mem.do, slot, 2, 1, plan.loaded == 3, plan)
+            do = _columns(mem.do, slot, 2, 1, False, plan)
             mbarrier.wait(mem.p_full.index(slot), parity_of(j))
-            dv_tokens = _issue_update(do, mem.p, slot, dv, plan.loaded == 3, plan)
+            dv_tokens = _issue_update(do, mem.p, slot, dv, False, plan)
         mbarrier.wait(mem.q_full.index(slot), parity_of(j))
-        q = _columns(mem.q, slot, 2, 1, plan.loaded == 3, plan)
+        q = _columns(mem.q, slot, 2, 1, False, plan)
         named_barrier("sync", DS_FULL + slot, 256)
-        dk_tokens = _issue_update(q, mem.ds, slot, dk, plan.loaded == 3, plan)
+        dk_tokens = _issue_update(q, mem.ds, slot, dk, False, plan)
         if plan.value_parts > 2:
             dv = warpgroup_mma_wait(2, deps=dv_tokens)
-        if plan.loaded < 3:
-            release(DO_FREE, j, plan.consumers)
+        release(DO_FREE, j, plan.consumers)
         dk = warpgroup_mma_wait(0, deps=dk_tokens)
-        if plan.loaded == 3:
-            fence_async_shared()  # late, behind additions that it may wait for
-            release(DO_FREE, j, plan.consumers)
         release(Q_FREE, j, plan.consumers)
         # As much of it as there are registers for is read once, not by each part.
         most, few = mem.ds.most.index(slot), mem.ds.few.index(slot).load(plan.loaded_layout)
@@ -397,7 +384,7 @@ def _visit_for_queries(dk, dv, dq_ptr, mem, tile, work, plan: gl.constexpr):
                 named_barrier("arrive", DS_FREE + slot, 256)
             # The condition is always true, which the compiler does not know. Without a branch around the
             # additions it starts the next product before them, and there are no registers for both.
-            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * 64, plan, plan.placed)
+            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * 64, plan, True)
         block += 1
         m += 1
         if m == tile.m_end:

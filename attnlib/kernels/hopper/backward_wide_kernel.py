@@ -13,10 +13,11 @@ thread each, so no warpgroup can keep both, and the five products are divided ot
 P^T goes from 0 to 1 and dS^T from 1 to 2 through shared memory, rounded as for the products. Each of them has
 two buffers, Q and dO as well, so 0 may be a step or two ahead of 1, and 1 of 2. So the tensor cores have
 products of one warpgroup while another computes P or dS, and no product waits for the additions, which are in
-a warpgroup of their own. A warpgroup waits for its dV, or dK, before it starts the next S, or dP: with both
-in flight ptxas finds the registers too few, those before they are shared out anew (C7512), and all products
-wait for each other. The last step starts an S and a dP for queries that are not there, from whatever lies in
-shared memory; their results are not used.
+a warpgroup of their own. Between them it pauses, so that they do not fill the queue in front of shared memory
+(see `backward_ring.add_sums`). A warpgroup waits for its dV, or dK, before it starts the next S, or dP: with
+both in flight ptxas finds the registers too few, those before they are shared out anew (C7512), and all
+products wait for each other. The last step starts an S and a dP for queries that are not there, from whatever
+lies in shared memory; their results are not used.
 
     Who waits for what
 
@@ -179,8 +180,8 @@ def _store(descs, left, right, buffers, tile, work, plan: gl.constexpr):
 def _leave(ptr, left, right, AT: gl.constexpr, tile, work, plan: gl.constexpr):
     """Sums where other programs add to them, of dK from element AT = 0 on, of dV behind them."""
     sums = tiling.key_sums(ptr, 0, tile, work, plan)
-    leave_sums(sums, left, AT, plan.added)
-    leave_sums(sums, right, AT + 64 * left.shape[1], plan.added)
+    leave_sums(sums, left, AT, plan.added, True)
+    leave_sums(sums, right, AT + 64 * left.shape[1], plan.added, True)
 
 
 @gluon.jit
@@ -348,7 +349,7 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
                 named_barrier("arrive", DS_FREE + slot, 256)
             # The condition is always true, which the compiler does not know. Without a branch around the
             # additions it starts the next product before them, and there are no registers for both.
-            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * plan.left, plan)
+            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * plan.left, plan, plan.placed)
         if plan.deterministic:
             tell_added(mem.turns, j)
         block += 1
@@ -432,9 +433,6 @@ def attention_backward_hopper_wide(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, LAST, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr,
         SHARE,
     )  # fmt: skip
-    # Warpgroup 1 comes first, of all orders the fastest in dense and causal calls. Not because of its code:
-    # that of 2 has the most of moves of addresses (R2UR) here, and an order without any was slower
-    # (docs/lab/hopper-backward.md). Windows were not timed so.
     consumer: gl.constexpr = plan.registers.consumer
     dq: gl.constexpr = plan.registers.dq
     producer: gl.constexpr = plan.registers.producer
@@ -447,13 +445,6 @@ def attention_backward_hopper_wide(
             (await_turns, (turns, work, plan)),
             (count_turns, (turns, work, plan)),
         ], [4, 4, 1, 1, 1], [consumer, dq, producer, producer, producer])
-    elif plan.values_first:
-        gl.warp_specialize([
-            (_values, (desc_dv, mem, qk_scale, work, plan)),
-            (_keys, (desc_dk, mem, sm_scale, work, plan)),
-            (_queries, (dq_ptr, mem, work, plan)),
-            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-        ], [4, 4, 1], [consumer, dq, producer])
     else:
         gl.warp_specialize([
             (_keys, (desc_dk, mem, sm_scale, work, plan)),

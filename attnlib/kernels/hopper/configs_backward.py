@@ -29,8 +29,8 @@ class HopperBackwardConfig:
         persistent: a program stays on its SM and draws one tile after the other, see `backward_persistent`;
             not for varlen sequences.
         early_mask: P is masked before its exponentials, not after.
-        values_first: of the wide kernel, the warpgroup that forms dV is the program's first, else that of dK.
-            Both compute the same; the compiler makes other code of them.
+        pause_every: a warpgroup that adds dQ from its registers pauses after so many additions of each
+            thread, see `backward_ring.add_sums`; 0: never. Not with `bulk` or deterministic sums.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
@@ -56,7 +56,7 @@ class HopperBackwardConfig:
     alternate: bool = False
     bulk: bool = False
     early_mask: bool = False
-    values_first: bool = False
+    pause_every: int = 0
     masked_stagger: int = 0
     persistent: bool = False
     visited: int | None = None
@@ -68,9 +68,6 @@ class HopperBackwardConfig:
     def __post_init__(self) -> None:
         if self.alternate and self.block_n != 128:
             raise ValueError(f"alternate: expected False with block_n={self.block_n} (wide kernel), got True")
-        if self.values_first and (self.block_n != 64 or self.deterministic):
-            others = f"block_n={self.block_n}, deterministic={self.deterministic}"
-            raise ValueError(f"values_first: expected False with {others}, got True")
         for option in ("bulk", "persistent"):
             if getattr(self, option) and (self.deterministic or self.block_n != 128):
                 others = f"deterministic={self.deterministic}, block_n={self.block_n}"
@@ -79,6 +76,9 @@ class HopperBackwardConfig:
             raise ValueError(
                 f"added: expected False with deterministic=True and visited={self.visited}, got True"
             )
+        if self.pause_every and (self.bulk or self.deterministic):
+            others = f"bulk={self.bulk}, deterministic={self.deterministic}"
+            raise ValueError(f"pause_every: expected 0 with {others}, got {self.pause_every}")
 
     def width(self, head_dim: int) -> int:
         """Columns of a tile for a head dimension, in all its parts."""
@@ -152,24 +152,18 @@ class Keys96BackwardConfig(HopperBackwardConfig):
     """The same for `backward_keys96_kernel`, 96 keys a program of 129 to 192 columns in parts of 64.
 
     Attributes:
-        loaded: warpgroups that read first operands of dK^T and dV^T into registers: 0, 2 or 3.
-        placed: dQ is added at places that are computed from its elements', not from a thread's number.
         query_columns: of a tile of queries and keys, 192 or, where a call's are no more, 160.
         value_columns: of a tile of values, as many or, where a call's are no more, 128.
     """
 
     block_n: int = 96
-    loaded: int = field(default=2, kw_only=True)
-    placed: bool = field(default=True, kw_only=True)
     query_columns: int = field(default=192, kw_only=True)
     value_columns: int = field(default=192, kw_only=True)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.deterministic:
             raise ValueError("deterministic: expected False with block_n=96, got True")
-        if self.loaded not in (0, 2, 3):
-            raise ValueError(f"loaded: expected 0, 2 or 3, got {self.loaded}")
+        super().__post_init__()
         if self.query_columns not in (160, 192):
             raise ValueError(f"query_columns: expected 160 or 192, got {self.query_columns}")
         if self.value_columns not in (128, self.query_columns):
@@ -193,7 +187,8 @@ _CHOSEN = {
     64: HopperBackwardConfig(128, half_p=True, stagger=1200),
     128: HopperBackwardConfig(64),
     256: HopperBackwardConfig(
-        64, block_n=64, consumer_registers=192, dq_registers=96, max_registers=128, whole_groups=True
+        64, block_n=64, consumer_registers=192, dq_registers=96, max_registers=128, whole_groups=True,
+        pause_every=1,
     ),
 }
 _WIDE = {"block_n": 64, "consumer_registers": 192, "dq_registers": 96, "max_registers": 128}
@@ -233,12 +228,14 @@ class BackwardKind:
 
 
 DENSE = BackwardKind()
-KEYS_96 = Keys96BackwardConfig(64, consumer_registers=160, dq_registers=168, max_registers=128)
+KEYS_96 = Keys96BackwardConfig(
+    64, consumer_registers=160, dq_registers=168, max_registers=128, pause_every=2
+)
 """Of 129 to 192 columns, 96 keys a program. Calls get `keys96_config` of it."""
 SHORT_KEYS, SHORT_SHARED_KEYS = 2048, 1024
 SHORT_BYTES, DIAGONAL_BYTES = 8 << 20, 40 << 20
-"""`l2_bytes` beyond 128 columns, of batches under a diagonal: of short sequences, and of the wide kernel
-where no query heads share; and of all others four fifths of the L2."""
+"""`l2_bytes` beyond 128 columns, of batches under a diagonal: of short sequences with 96 keys a program, in
+the wide kernel of heads with keys of their own; and of all others four fifths of the L2."""
 LAST_WAVES = 2.5
 """`last_waves` there. What so many programs read and add to is 43 to 49 MB, about the L2."""
 
@@ -247,7 +244,7 @@ def _in_sections(config: HopperBackwardConfig, kind: BackwardKind) -> HopperBack
     """Beyond 128 columns: with the sections of a batch under a diagonal, if that is the call."""
     if not kind.masked or kind.left_bound or kind.varlen:
         return config
-    few = kind.short or (kind.alone and config.block_n == 64)
+    few = kind.alone if config.block_n == 64 else kind.short
     l2_bytes = SHORT_BYTES if few else DIAGONAL_BYTES
     return replace(config, l2_bytes=l2_bytes, last_waves=LAST_WAVES)
 
@@ -255,18 +252,14 @@ def _in_sections(config: HopperBackwardConfig, kind: BackwardKind) -> HopperBack
 def keys96_config(
     kind: BackwardKind = DENSE, columns: int = 192, value_columns: int | None = None
 ) -> Keys96BackwardConfig:
-    """What is fastest on an H100 (docs/lab/hopper-backward.md). columns, value_columns: of a tile, None for
+    """What is fastest on an H200 (docs/lab/hopper-backward.md). columns, value_columns: of a tile, None for
     as many."""
     values = columns if value_columns is None else value_columns
+    shared = not kind.alone and not kind.left_bound  # under a window a program visits a whole group
+    seldom = not kind.varlen and values == columns and (shared or not kind.masked)
     config = replace(KEYS_96, query_columns=columns, value_columns=values)
-    config = _in_sections(config, kind)
-    if kind.varlen:
-        return replace(config, placed=False)
-    if columns == 160:
-        return config
-    if values < columns or not kind.masked:
-        return replace(config, loaded=3)
-    return replace(config, early_mask=True) if kind.left_bound else replace(config, placed=False)
+    config = replace(config, early_mask=kind.masked and values < columns, pause_every=4 if seldom else 2)
+    return _in_sections(config, kind)
 
 
 _IN_TURNS = {"alternate": True}
@@ -275,7 +268,7 @@ _STAYS = {
     64: ({"bulk": True}, _IN_TURNS_64),
     80: (_IN_TURNS, _IN_TURNS),
     96: ({}, _IN_TURNS),
-    128: (_IN_TURNS, _IN_TURNS),
+    128: (_IN_TURNS, _IN_TURNS | {"pause_every": 4}),
 }
 """Width of a tile -> what changes where programs stay on their SM: without a mask, with one. Consumers of
 such programs drift apart, and those that alternate stay half a step apart. Found by measurement on an H100
@@ -338,8 +331,10 @@ def hopper_backward_config(
     split = smallest_split(splits, head_dim)
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
     if deterministic:
-        return replace(chosen, deterministic=True)
+        return replace(chosen, deterministic=True, pause_every=0)
     if width <= 128:
+        if kind.varlen and width == 128 and split is None and not kind.alone:
+            return replace(chosen, pause_every=2)
         if kind.varlen:
             return replace(chosen, **_VARLEN.get(split or width, ({}, {}))[kind.masked])
         if not stays:

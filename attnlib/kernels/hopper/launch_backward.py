@@ -164,14 +164,14 @@ def make_plan(
     kept = config.consumer_registers, config.producer_registers
     if isinstance(config, Keys96BackwardConfig):
         registers = WideRegisters(*kept, config.dq_registers)
-        how = varlen, BackwardMask(**mask), registers, config.early_mask, config.loaded, config.placed
-        how += (-(-config.value_columns // 64),)
-        return Keys96BackwardPlan(config.block_m, *how, shared, shared and config.added, width)
-    parts = {"shared": shared, "added": shared and config.added, "early_mask": config.early_mask}
+        how = varlen, BackwardMask(**mask), registers, config.early_mask
+        how += -(-config.value_columns // 64), shared, shared and config.added, width, config.pause_every
+        return Keys96BackwardPlan(config.block_m, *how)
+    parts = {"shared": shared, "added": shared and config.added}
+    parts |= {"early_mask": config.early_mask, "pause_every": config.pause_every}
     if width > 128:
         plan, how = (WideBackwardPlan, SplitWideBackwardPlan), (config.block_m, varlen, BackwardMask(**mask))
         how += WideRegisters(*kept, config.dq_registers), config.deterministic
-        parts["values_first"] = config.values_first
     else:
         plan, how = (BackwardPlan, SplitBackwardPlan), (config.block_m, config.half_p, config.stagger, varlen)
         how += BackwardMask(**mask), Registers(*kept), config.deterministic, config.alternate

@@ -186,8 +186,8 @@ class BackwardPlan(Constants):
     Attributes:
         d: columns of a tile, the head dimension or more: 64 or 128.
         varlen: sequences of different lengths lie one after the other.
-        block_m, half_p, stagger, deterministic, alternate, bulk, early_mask, masked_stagger, persistent: as
-            in `HopperBackwardConfig`.
+        block_m, half_p, stagger, deterministic, alternate, bulk, early_mask, masked_stagger, persistent,
+            pause_every: as in `HopperBackwardConfig`.
         shared: other programs compute a part of the same dK and dV; all leave float32 sums in memory.
         added: where they do, in one place, else each in its own.
     """
@@ -207,6 +207,7 @@ class BackwardPlan(Constants):
     persistent: bool = False
     shared: bool = False
     added: bool = False
+    pause_every: int = 0
 
     block_n = gl.constexpr(128)  # keys of a program, 64 in a buffer
     # Keys may be seen by no query.
@@ -271,8 +272,7 @@ class WideBackwardPlan(Constants):
 
     Attributes:
         d: columns of a tile, the head dimension or more: 256.
-        varlen, block_m, deterministic, early_mask, shared, added: as in `BackwardPlan`.
-        values_first: as in `HopperBackwardConfig`.
+        varlen, block_m, deterministic, early_mask, shared, added, pause_every: as in `BackwardPlan`.
     """
 
     d: int
@@ -284,13 +284,16 @@ class WideBackwardPlan(Constants):
     early_mask: bool = False
     shared: bool = False
     added: bool = False
-    values_first: bool = False
+    pause_every: int = 0
 
     block_n = gl.constexpr(64)  # keys of a program
     persistent = gl.constexpr(False)
     # They may be seen by no query.
     sparse = property(lambda self: gl.constexpr(self.mask.left.value or self.varlen.value))
     backwards = property(lambda self: gl.constexpr(self.deterministic.value and self.mask.causal.value))
+
+    # Places of additions are computed from those of elements, see `backward_ring.place_of`.
+    placed = property(lambda self: gl.constexpr(not self.deterministic.value))
 
     # dK, dV and dQ are formed in two parts of their columns, here halves. ptxas refuses a product of 256
     # columns: it wants its registers to be there before they are shared out anew (C7602).
@@ -353,10 +356,7 @@ class Keys96BackwardPlan(Constants):
     """The same for `backward_keys96_kernel`: 192 or 160 columns in parts of 64, 96 keys.
 
     Attributes:
-        varlen, block_m, early_mask, shared, added: as in `BackwardPlan`.
-        loaded: warpgroups that read first operands of dK^T and dV^T into registers, once for 64 and 32 keys;
-            0, 2 or 3.
-        placed: dQ is added at places that are computed from its elements', see `backward_ring.place_of`.
+        varlen, block_m, early_mask, shared, added, pause_every: as in `BackwardPlan`.
         value_parts: parts of 64 columns of values, 2 or 3.
         width: columns of a tile of queries, 192 or 160.
     """
@@ -366,12 +366,11 @@ class Keys96BackwardPlan(Constants):
     mask: BackwardMask
     registers: WideRegisters
     early_mask: bool
-    loaded: int
-    placed: bool
     value_parts: int
     shared: bool = False
     added: bool = False
     width: int = 192
+    pause_every: int = 0
 
     block_n = gl.constexpr(96)  # keys of a program
     last = property(lambda self: gl.constexpr(self.width.value - 128))  # columns of part 2 that are used

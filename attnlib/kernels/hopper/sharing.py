@@ -112,6 +112,9 @@ def divisors(group: int) -> list[int]:
 TIE = 1.02
 """Two query heads are taken rather than one where the model says less than this between them: timed they were
 as fast or faster."""
+WHOLE_ROWS = 4096
+"""With fewer rows a program of 64 keys visits a whole group of four, which leaves no sums, if the model says
+so: timed at 512, 1024 and 2048 rows it was 1.17, 1.09 and 1.02 times as fast, and at 16384 0.96."""
 SHORT_ROWS, SHORT_ROWS_SLOW = 384, 768
 """With fewer rows that see a key a program of 96 keys visits one query head. On an H200 two were the faster
 ones with 512 rows and one with 256; on an H100, whose memory is slower, two with 1024 and one with 564."""
@@ -145,8 +148,8 @@ def query_heads(call: Signature) -> int:
     """How many query heads of a group one program visits. It visits all of windows with a left bound and of
     deterministic calls, which must not add in any order, and of most varlen sequences, whose programs the
     model does not know. Beyond 128 columns it visits at most one or two of a group of four and more under a
-    diagonal: so it was faster than the model knows in all lengths, with 96 keys in varlen sequences, too
-    (docs/lab/hopper-backward.md).
+    diagonal, but for `WHOLE_ROWS`: so it was faster than the model knows in all lengths, with 96 keys in
+    varlen sequences, too (docs/lab/hopper-backward.md).
 
     Raises:
         ValueError: the configuration says a number that does not divide the group.
@@ -168,6 +171,8 @@ def query_heads(call: Signature) -> int:
     visited = group if call.varlen else chosen(launched)
     if right is None or group < 4 or config.block_n == 128:
         return visited
+    if config.block_n == 64 and group == visited == 4 and S_q < WHOLE_ROWS:
+        return group
     slow = device.bandwidth(call.device) < device.SLOW_MEMORY
     fewest = SHORT_ROWS_SLOW if slow else SHORT_ROWS
     short = keys96 and mean_rows(*call.mean_lengths(), call.window) < fewest

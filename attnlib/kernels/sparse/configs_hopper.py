@@ -162,6 +162,8 @@ class HopperSparseBackwardConfig:
         alternate: the two consumers start their products in turns. Not in the wide kernel.
         persistent: a program stays on its SM and computes one column of tiles after the other, see
             `hopper_backward_columns`; not in the wide kernel, and not under a bias or a function.
+        pause_every: a warpgroup that adds dQ pauses after so many additions of each thread, see
+            `backward_ring.add_sums`; 0: never.
         bias: how the gradient of a bias is made; a tile: by the kernel in plain Triton.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
@@ -176,6 +178,7 @@ class HopperSparseBackwardConfig:
     gathered: bool = False
     alternate: bool = False
     persistent: bool = False
+    pause_every: int = 0
     bias: SparseTile | HopperBiasConfig = BIAS[128]
     consumer_registers: int = 240
     dq_registers: int = 0
@@ -205,7 +208,7 @@ _BACKWARD = {
     128: HopperSparseBackwardConfig(64),
     256: HopperSparseBackwardConfig(
         64, block_n=64, copies_bias=False, bias=BIAS[256], consumer_registers=200, dq_registers=96,
-        max_registers=128,
+        max_registers=128, pause_every=1,
     ),
 }
 _SCORED = {64: HopperSparseBackwardConfig(64, bias=BIAS[64])}

@@ -181,7 +181,7 @@ def _queries(dq_ptr, mem, column, plan: gl.constexpr):
                 named_barrier("arrive", DS_FREE + slot, 256)
             # The condition is always true, which the compiler does not know. Without a branch around the
             # additions it starts the next product before them, and there are no registers for both.
-            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * plan.half, plan)
+            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * plan.half, plan, True)
 
 
 # ---------------------------------------------------------------- kernel

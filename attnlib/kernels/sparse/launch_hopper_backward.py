@@ -149,7 +149,7 @@ def make_plan(
     return kind(
         width, config.block_m, half_p, partial, registers, cap is not None, alibi,
         diagonal=score is not None and score.diagonal, function=function, gathered=config.gathered,
-        alternate=config.alternate, persistent=persistent, **bias,
+        alternate=config.alternate, persistent=persistent, pause_every=config.pause_every, **bias,
     )  # fmt: skip
 
 

@@ -92,9 +92,9 @@ class SparseBackwardPlan(Constants):
 
     Attributes:
         d: columns of a tile, the head dimension or more: 64 or 128.
-        block_m, half_p, gathered, alternate, persistent: as in `HopperSparseBackwardConfig`; half_p never
-            under a soft cap or a function, where dS is not made of P, persistent never under a bias or a
-            function.
+        block_m, half_p, gathered, alternate, persistent, pause_every: as in `HopperSparseBackwardConfig`;
+            half_p never under a soft cap or a function, where dS is not made of P, persistent never under a
+            bias or a function.
         partial: some steps carry bits.
         soft_cap, alibi, function: what the score has.
         bias, bias_n, copies_bias, bias_batches, bias_heads: as in `SparsePlan`.
@@ -118,6 +118,7 @@ class SparseBackwardPlan(Constants):
     gathered: bool = False
     alternate: bool = False
     persistent: bool = False
+    pause_every: int = 0
 
     loads_bias = property(lambda self: gl.constexpr(self.bias.value and not self.copies_bias.value))
     # The producer tells consumers the head of a step, and its first query.

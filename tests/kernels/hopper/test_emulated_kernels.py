@@ -228,9 +228,9 @@ def test_forms_of_a_step(name: str, order: str) -> None:
     assert check_backward(replace(call, config=config), order).reports[-1].unwaited == ()
 
 
-@pytest.mark.parametrize(("D", "option"), [(192, "early_mask"), (256, "early_mask"), (256, "values_first")])
+@pytest.mark.parametrize(("D", "option"), [(192, "early_mask"), (256, "early_mask"), (256, "pause_every")])
 def test_options_of_the_wide_kernel(D: int, option: str) -> None:
-    config = replace(hopper_backward_config(D), **{option: True})
+    config = replace(hopper_backward_config(D), **{option: 4})
     check_backward(Call(D, 1, 1, 100, 150, causal=False, window=(40, 10), config=config), "random")
 
 
@@ -288,9 +288,7 @@ def of_96_keys(call: Call, query_columns: int = 192) -> HopperBackwardConfig:
 
 @pytest.mark.parametrize(("name", "order"), in_turn(OF_96_KEYS, ORDERS))
 def test_96_keys_a_program(name: str, order: str) -> None:
-    loaded = {"eager": 0, "late": 2, "random": 3}[order]
-    config = replace(of_96_keys(OF_96_KEYS[name]), loaded=loaded, placed=loaded != 3)
-    config = replace(config, early_mask=order == "late")
+    config = replace(of_96_keys(OF_96_KEYS[name]), early_mask=order == "late")
     assert check_backward(replace(OF_96_KEYS[name], config=config), order).reports[-1].unwaited == ()
 
 
@@ -301,8 +299,8 @@ FIRST_OF_160 += more(case for case in product(OF_160_COLUMNS, ORDERS) if case no
 
 @pytest.mark.parametrize(("name", "order"), FIRST_OF_160)
 def test_96_keys_of_160_columns(name: str, order: str) -> None:
-    call, loaded = OF_160_COLUMNS[name], {"eager": 3, "late": 0, "random": 2}[order]
-    config = replace(of_96_keys(call, 160), loaded=loaded, placed=loaded != 3, early_mask=order == "late")
+    call = OF_160_COLUMNS[name]
+    config = replace(of_96_keys(call, 160), early_mask=order == "late")
     if "added" in name or "apart" in name:
         config = replace(config, visited=1, added="added" in name)
     assert check_backward(replace(call, config=config), order).reports[-1].unwaited == ()
