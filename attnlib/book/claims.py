@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import permutations
 
-from attnlib.bench import records, verdict
+from attnlib.bench import plane, records, verdict
 from attnlib.bench.shapes import Shape
 from attnlib.book import generation
 
@@ -54,6 +54,10 @@ def given(tables: Iterable[records.Table]) -> set[str]:
                 for one, other in permutations(impls, 2):
                     found = verdict.judge(own, shape, one, other)
                     texts |= {found.sentence(), found.cell()}
+        for row in table.rows:
+            if "round_ratios" in row:  # of one call beside one peer, as `time_plane.py` writes it
+                found = plane.verdict_of(row)
+                texts |= {found.sentence(), found.cell()}
     return texts
 
 

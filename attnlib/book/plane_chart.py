@@ -39,8 +39,6 @@ KNOWN = {
     ("backward", 96, None): "inferred: one of two parts of K and V in registers, not both",
     ("backward", 128, "dense"): f"{UNKNOWN}; it is not the wait for Q",
     ("backward", 192, None): f"{UNKNOWN}; in the kernel, not in the passes around it",
-    ("backward", 256, None): "inferred: 64 keys a program, FA3 80, so more bytes of the L2 for a key",
-    ("backward", 256, "window"): f"{UNKNOWN}; such calls led in the first record",
 }
 """What the lab (docs/lab/hopper.md, hopper-backward.md) knows of a loss, by pass, the columns that attnlib
 computes, and the kind of call; kind None: of all that have no line of their own. What is inferred was not

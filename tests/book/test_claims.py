@@ -163,3 +163,11 @@ def test_inputs_of_one_shape_are_told_apart(record):
     for ratio, found in ("1.100x", True), ("1.300x", True), ("2.6x", False), ("2x", False):
         said = problems(f"{ratio}, noise not measured", source=ASKS)
         assert (said == []) == found, ratio
+
+
+def test_a_row_of_the_plane_gives_the_verdict_of_its_ratio(record):
+    """Rows of `time_plane.py` have both times, and so their own ratio."""
+    one = row("", 1.0) | {"ratio": 1.1, "control": 1.001, "spread": 1.004, "round_ratios": [1.1, 1.1]}
+    write(record, [one])
+    for text, found in ("1.100x, noise 1.004: faster", True), ("1.100x, noise 1.004: tie", False):
+        assert (problems(text, source=ASKS) == []) == found, text

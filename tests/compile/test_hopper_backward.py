@@ -78,7 +78,7 @@ OPTION_SPILLS = {
     (64, "alternate causal"): 12, (64, "alternate dense"): 4, (128, "alternate causal"): 6,
     (64, "bulk causal"): 2, (64, "bulk dense"): 10, (80, "bulk causal"): 8, (96, "bulk dense"): 8,
     (128, "bulk causal"): 2, (128, "bulk varlen window"): 4, (64, "early causal"): 8,
-    (192, "early causal"): 4, (128, "pauses causal"): 6,
+    (192, "early causal"): 4, (128, "pauses causal"): 8,
     (64, "persistent early causal"): 14, (64, "persistent dense"): 14, (80, "persistent causal"): 10,
     (96, "persistent bulk dense"): 12, (128, "persistent early causal"): 8, (128, "persistent dense"): 8,
     (128, "persistent window"): 10, (64, "persistent bulk dense"): 6, (64, "persistent early both sides"): 8,
@@ -101,9 +101,9 @@ OPTION_SPILLS = {
 numbers to keep."""
 KEYS_SPILLS = {
     (KEYS, "causal"): 4, (KEYS, "dense"): 2, (KEYS, "both sides"): 6, (KEYS, "varlen window"): 4,
-    (KEYS, "varlen"): 2, (KEYS, "varlen dense"): 2, (KEYS, "early causal"): 4, (KEYS, "shared causal"): 4,
+    (KEYS, "varlen"): 4, (KEYS, "varlen dense"): 8, (KEYS, "early causal"): 4, (KEYS, "shared causal"): 4,
     (KEYS, "apart causal"): 4, (KEYS, "shared varlen"): 4, (KEYS, "early both sides"): 6,
-    (KEYS_160, "causal"): 6, (KEYS_160, "dense"): 6, (KEYS_160, "both sides"): 8, (KEYS_160, "varlen"): 2,
+    (KEYS_160, "causal"): 6, (KEYS_160, "dense"): 6, (KEYS_160, "both sides"): 8, (KEYS_160, "varlen"): 4,
     (KEYS_160, "varlen dense"): 4, (KEYS_160, "shared causal"): 2, (KEYS_160, "shared varlen"): 4,
     (KEYS_PAIR, "dense"): 0, (KEYS_PAIR, "early causal"): 2, (KEYS_PAIR, "early both sides"): 4,
     (KEYS_PAIR, "early varlen"): 2, (KEYS_PAIR, "varlen dense"): 4,
