@@ -37,6 +37,7 @@ UNKNOWN = "unknown"
 KNOWN = {
     ("forward", 96, None): UNKNOWN,
     ("backward", 96, None): "inferred: one of two parts of K and V in registers, not both",
+    ("backward", 128, None): UNKNOWN,
     ("backward", 128, "dense"): f"{UNKNOWN}; it is not the wait for Q",
     ("backward", 192, None): f"{UNKNOWN}; in the kernel, not in the passes around it",
 }
