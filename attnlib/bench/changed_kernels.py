@@ -41,6 +41,14 @@ def with_functions(step: str, functions: Iterable, *constants: str) -> ModuleTyp
     return sources.load_source(f"{step}_answer", text)
 
 
+def variant_with_functions(step: str, variant: int, functions: Iterable) -> ModuleType:
+    """The same of a chapter's cell tagged "variant", the first one 0."""
+    notebook = sources.notebook_of(step)
+    text = changed(sources.kernel_source(notebook), sources.cells_tagged(notebook, "variant")[variant])
+    text = changed(text, "\n\n\n".join(inspect.getsource(function.fn) for function in functions))
+    return sources.load_source(f"{step}_variant_answer", text)
+
+
 def module_name(step: str, change: str) -> str:
     return change if change[:2].isdigit() else f"{step}_{change}"
 

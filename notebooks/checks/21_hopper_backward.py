@@ -1,5 +1,6 @@
 """Checks of the exercises of chapter 21. Each raises AssertionError with a hint if the answer is wrong."""
 
+import re
 from itertools import product
 
 import torch
@@ -12,6 +13,8 @@ from attnlib.emulator.ptx import elements_of_threads
 STEP = "21_hopper_backward"
 OF_THE_KERNEL = set(range(8, 16))
 """Numbers of the hardware's barriers that the teaching kernel uses."""
+WIDE = 2
+"""Place of the wide kernel among the chapter's variants."""
 OF_A_STEP = 6
 """Products that a consumer starts in a step, the two of dQ among them."""
 
@@ -36,6 +39,20 @@ def check_in_turns(functions):
         f"right, but no consumer is always the first: in some run either is {least} products ahead of the "
         f"other, or more. A step has {OF_A_STEP}"
     )
+
+
+def check_pausing(functions):
+    """A pause behind each addition, none elsewhere, and the wide kernel is as right as before."""
+    module = changes.variant_with_functions(STEP, WIDE, functions)
+    for n in (16, 64):
+        asm = module.add_asm.fn(n)
+        found = re.findall(r"red\.global|nanosleep\.u32 \d+|bra DONE|DONE:", asm)
+        want = ["bra DONE", *["red.global", "nanosleep.u32 16"] * (n // 4), "DONE:"]
+        assert found == want, (
+            f"{n} elements: expected {n // 4} times an addition and then nanosleep.u32 16, all behind the "
+            f"branch and before DONE, got {', '.join(found)}"
+        )
+    judge_gradients(module.gradients, Shape(1, 1, 150, 256))
 
 
 def check_rows_of_sums(rows_of_sums):

@@ -102,6 +102,23 @@ def consume(given, W: gl.constexpr, plan: gl.constexpr):
 in_turns = [await_ds, consume]
 
 
+@gluon.constexpr_function
+def add_asm(n):  # 32 sleeps in a step; in front of the branch none would stand between two additions
+    values, pointer, wanted = n // 4, n // 4 + n, n // 4 + 2 * n
+    lines = ["{ .reg .pred q; .reg .b32 t; .reg .b64 a;", f"setp.eq.b32 q, ${wanted}, 0;", "@q bra DONE;",
+             "mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4;",
+             f"cvt.u64.u32 a, t; add.s64 a, a, ${pointer};"]
+    for i in range(0, n, 4):
+        four = ", ".join(f"${values + i + k}" for k in range(4))
+        lines.append(f"red.global.add.v4.f32 [a + {i * 512}], {{{four}}};")
+        lines.append("nanosleep.u32 16;")
+    lines += ["DONE:", *(f"mov.b32 ${i}, 0;" for i in range(n // 4))]
+    return " ".join([*lines, "}"])
+
+
+pausing = [add_asm]
+
+
 def rows_of_sums(sums):
     d = sums.numel() // 64
     eights = sums.reshape(d // 8, 4, 8, 4, 2, 2)  # columns / 8, warp, row, pair, rows 8 apart, column

@@ -1,4 +1,5 @@
-"""tests/gpu/time_order.py without a GPU: its forms, its record, and no time for a wrong form."""
+"""tests/gpu/time_order.py and time_pauses.py without a GPU: their forms, their records, and no time for a
+wrong form."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import time_order
+import time_pauses
 import torch
 import tune_backward
 from timed_cpu import gpu  # noqa: F401  (a fixture)
@@ -19,7 +21,7 @@ from attnlib.kernels.reference.gradients import gradient_fp64
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
 SMALL = [Cell("causal", Shape(1, 2, 40, 16, True, "bfloat16"))]
-FORMS = "one tile", "stays", "stays, in turns"
+FORMS = {time_order: ("one tile", "stays", "stays, in turns"), time_pauses: ("as calls get it", "0", "4")}
 
 
 @pytest.mark.parametrize("cell", time_order.CELLS, ids=lambda cell: cell.label)
@@ -30,28 +32,39 @@ def test_forms_differ_in_the_kind_of_program_and_in_the_order_of_consumers_alone
     assert len(set(forms.values())) == len(forms) == 5
 
 
-@pytest.fixture
-def small(gpu, monkeypatch, tmp_path):  # noqa: F811
-    """Runs the script; its argument is a form that is wrong. Returns the status, and the record's tables."""
+@pytest.mark.parametrize("cell", time_pauses.CELLS, ids=lambda cell: cell.label)
+def test_forms_differ_in_pauses_alone(cell):
+    """And one of them is what the call gets."""
+    chosen, *forms = time_pauses.forms_of(cell).values()
+    assert chosen in forms and {replace(form, pause_every=chosen.pause_every) for form in forms} == {chosen}
+    assert [form.pause_every for form in forms] == list(time_pauses.EVERY)
+
+
+@pytest.fixture(params=FORMS, ids=lambda script: script.__name__)
+def small(request, gpu, monkeypatch, tmp_path):  # noqa: F811
+    """Runs the script; its argument is the place of a form that is wrong. Returns the status, and the
+    record's tables."""
+    script, names = request.param, FORMS[request.param]
 
     def calls_of(wrong):
         def of_cell(cell, forms, d_out, q, k, v):
             right = [x.to(q.dtype) for x in gradient_fp64(d_out, q, k, v, causal=True)]
             off = [right[0] + 1, *right[1:]]
-            return {form: (lambda form=form: off if form == wrong else right) for form in FORMS}
+            return {form: (lambda i=i: off if i == wrong else right) for i, form in enumerate(names)}
 
         return of_cell
 
     def run(wrong=None):
         monkeypatch.setattr(tune_backward, "calls_of", calls_of(wrong))
         path = tmp_path / "order.json"
-        status = time_order.main(["--out", str(path)])
+        status = script.main(["--out", str(path)])
         return status, {name: table["rows"] for name, table in json.loads(path.read_text())["tables"].items()}
 
     monkeypatch.setattr(tune_backward, "DEVICE", "cpu")
-    monkeypatch.setattr(time_order, "CELLS", SMALL)
+    monkeypatch.setattr(script, "CELLS", SMALL)
     monkeypatch.setattr(time_order, "LONG", SMALL)
-    monkeypatch.setattr(time_order, "compile_all", lambda: [])
+    monkeypatch.setattr(time_pauses, "forms_of", lambda cell: {"as calls get it": None})
+    monkeypatch.setattr(tune_backward, "compile_all", lambda names, forms_of: [])
     monkeypatch.setattr(tune_backward, "times", lambda calls, rounds: {form: [2.0, 4.0] for form in calls})
     monkeypatch.setattr(timing, "sustained", lambda call, ms: timing.Sustained(3.0, 1500.0, 700.0))
     monkeypatch.setattr(peers, "_no_fa3", lambda: "not here")
@@ -65,15 +78,17 @@ def test_the_record(small):
     status, tables = small()
     assert status == 0
     flops = SMALL[0].flops("backward")
-    assert [row["form"] for row in tables["bursts"]] == list(FORMS)
-    for row in tables["bursts"]:
+    for rows in tables.values():
+        assert tuple(row["form"] for row in rows) in FORMS.values()
+    for row in tables.get("bursts", []) + tables.get("pauses", []):
         assert row["ms"] == 3.0 and row["tflops"] == pytest.approx(flops / 3e9, rel=1e-3)
-    for row in tables["sustained"]:
+    for row in tables.get("sustained", []):
         assert (row["sm_mhz"], row["watts"]) == (1500.0, 700.0) and row["clocks"] > 0
+    assert set(tables) in ({"bursts", "sustained"}, {"pauses"})
 
 
 def test_a_wrong_form_has_no_time(small):
-    status, tables = small("stays")
+    status, tables = small(1)
     assert status == 1
     for rows in tables.values():
-        assert [row["form"] for row in rows] == ["one tile", "stays, in turns"]
+        assert tuple(row["form"] for row in rows) in {(first, last) for first, _, last in FORMS.values()}

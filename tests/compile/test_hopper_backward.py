@@ -175,7 +175,7 @@ LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 1, 256: 0, PAIR: 0, KEYS: 2,
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 SHARED_LOADS = LOADS | {64: 18, 80: 7, 96: 15, 192: 1}
 """The same where programs share a key head, which keep an address of sums more."""
-OWN_LOADS = {(256, "shared varlen window"): 5, (KEYS_PAIR, "early varlen"): 1}
+OWN_LOADS = {(256, "shared varlen window"): 5, (KEYS, "varlen dense"): 6, (KEYS_PAIR, "early varlen"): 1}
 """Of single kinds. No call gets the first by itself: such varlen calls visit all query heads of a group."""
 
 

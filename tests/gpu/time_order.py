@@ -17,13 +17,10 @@ wrong is timed. Status 0 when all were right, 1 otherwise, 2 without a Hopper GP
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import random
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
 import tune_backward  # noqa: E402
-from time_plane import GradientSample  # noqa: E402
 
 from attnlib.bench import records, timing  # noqa: E402
 from attnlib.bench.plane import ALL as KINDS  # noqa: E402
@@ -43,8 +39,8 @@ from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig, hopper_backward_config  # noqa: E402
 
 RECORD = "consumer_order"
-CELLS = [tune_backward.cell_of(f"{columns}-{kind}-4096") for columns in (64, 96, 128)
-         for kind in ("causal", "window", "dense")]  # fmt: skip
+NAMES = [f"{columns}-{kind}-4096" for columns in (64, 96, 128) for kind in ("causal", "window", "dense")]
+CELLS = [tune_backward.cell_of(name) for name in NAMES]
 LONG = [Cell(kind, Shape(1, 4, 65536, 128, KINDS[kind].causal, "bfloat16")) for kind in ("causal", "dense")]
 DELAY = 1200
 ROUNDS, LONG_ROUNDS, LONG_MS = 8, 3, 800
@@ -69,26 +65,9 @@ def forms_of(cell: Cell) -> dict[str, HopperBackwardConfig]:
     }
 
 
-def row_of(cell: Cell, form: str, ms: list[float], **more: Any) -> dict[str, Any]:
-    taken = statistics.median(ms)
-    return {
-        "kind": cell.kind, "form": form, **cell.shape.to_dict(), "ms": taken, "round_ms": ms,
-        "tflops": cell.flops("backward") / taken * 1e-9, **more,
-    }  # fmt: skip
-
-
 def bursts(cell: Cell) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of a call, and what is wrong."""
-    tensors, kind = tune_backward.inputs(cell), KINDS[cell.kind]
-    calls = tune_backward.calls_of(cell, forms_of(cell), *tensors)
-    first = calls["one tile"]()
-    sample = GradientSample(kind, None, *tensors)
-    bad = tune_backward.judge(cell.label, calls, sample, first)
-    own = dict(calls)
-    tune_backward.add_peer(calls, cell, *tensors)
-    found = tune_backward.times(calls, ROUNDS)
-    bad += tune_backward.judge(cell.label, own, sample, first)
-    return [row_of(cell, form, ms) for form, ms in found.items()], bad
+    return tune_backward.rows(cell, forms_of(cell), ROUNDS)
 
 
 def sustained(cell: Cell) -> tuple[list[dict[str, Any]], list[str]]:
@@ -110,7 +89,7 @@ def sustained(cell: Cell) -> tuple[list[dict[str, Any]], list[str]]:
     rows, sms = [], torch.cuda.get_device_properties(0).multi_processor_count
     for form, results in found.items():
         ms, mhz, watts = zip(*results, strict=True)
-        row = row_of(cell, form, list(ms))
+        row = tune_backward.row_of(cell, form, list(ms))
         if None not in mhz:
             row |= {"sm_mhz": statistics.median(mhz), "watts": statistics.median(watts)}
             row["clocks"] = row["ms"] * row["sm_mhz"] * 1e3 * sms / (cell.flops("backward") / STEP)
@@ -126,15 +105,6 @@ def show(row: dict[str, Any]) -> str:
     return text
 
 
-def compile_all() -> list[str]:
-    """In processes side by side; what failed."""
-    jobs = [(f"{cell.shape.head_dim}-{cell.kind}-4096", form)
-            for cell in CELLS for form in forms_of(cell).values()]  # fmt: skip
-    children = min(tune_backward.PROCESSES, len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
-        return [bad for bad in pool.map(tune_backward.compile_one, *zip(*jobs, strict=True)) if bad]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time the order of the backward pass's consumers.")
     parser.add_argument("--out", type=Path, help=f"(default: figures/data/<gpu>/{RECORD}.json)")
@@ -142,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
-    wrong = compile_all()
+    wrong = tune_backward.compile_all(NAMES, forms_of)
     header = records.provenance({
         "bursts": f"median of {ROUNDS} shuffled rounds, cold L2",
         "sustained": f"median of {LONG_ROUNDS} rounds of {LONG_MS} ms back to back; clock and power: second "

@@ -59,6 +59,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -491,6 +492,14 @@ def kernels_of(
     return list(found.values())
 
 
+def compile_all(names: Sequence[str], forms_of: Callable[[Cell], Forms]) -> list[str]:
+    """In processes side by side; what failed."""
+    jobs = kernels_of(names, forms_of)
+    children = min(PROCESSES, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
+        return [reason for reason in pool.map(compile_one, *zip(*jobs, strict=True)) if reason]
+
+
 # ---------------------------------------------------------------- judging and timing
 
 
@@ -543,6 +552,29 @@ def times(calls: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
         for name in order:
             samples[name].append(timing.time_ms(calls[name], setting=SHORT).median)
     return samples
+
+
+def row_of(cell: Cell, form: str, ms: list[float]) -> dict[str, Any]:
+    """Of a record."""
+    taken = statistics.median(ms)
+    return {
+        "kind": cell.kind, "form": form, **cell.shape.to_dict(), "ms": taken, "round_ms": ms,
+        "tflops": cell.flops("backward") / taken * 1e-9,
+    }  # fmt: skip
+
+
+def rows(cell: Cell, forms: Forms, rounds: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of a record for one call, all forms beside FlashAttention-3, and what is wrong."""
+    tensors = inputs(cell)
+    calls = calls_of(cell, forms, *tensors)
+    first = calls[next(iter(forms))]()
+    sample = GradientSample(KINDS[cell.kind], None, *tensors)
+    bad = judge(cell.label, calls, sample, first)
+    own = dict(calls)
+    add_peer(calls, cell, *tensors)
+    found = times(calls, rounds)
+    bad += judge(cell.label, own, sample, first)
+    return [row_of(cell, form, ms) for form, ms in found.items()], bad
 
 
 def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
@@ -603,11 +635,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         first = next(iter(forms))
         return {name: form for name, form in forms.items() if not args.forms or name in (first, *args.forms)}
 
-    jobs = kernels_of(names, forms_of)
-    children = min(PROCESSES, len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
-        failed = [reason for reason in pool.map(compile_one, *zip(*jobs, strict=True)) if reason]
-    print(f"{len(jobs)} forms compiled after {time.monotonic() - begin:.0f} s", *failed, sep="\n", flush=True)
+    failed = compile_all(names, forms_of)
+    print(f"compiled after {time.monotonic() - begin:.0f} s", *failed, sep="\n", flush=True)
     tables, bad, left_out = [], [], []
     for name in names:
         if time.monotonic() - begin > args.seconds:
