@@ -333,8 +333,6 @@ def hopper_backward_config(
     if deterministic:
         return replace(chosen, deterministic=True, pause_every=0)
     if width <= 128:
-        if kind.varlen and width == 128 and split is None and not kind.alone:
-            return replace(chosen, pause_every=2)
         if kind.varlen:
             return replace(chosen, **_VARLEN.get(split or width, ({}, {}))[kind.masked])
         if not stays:
