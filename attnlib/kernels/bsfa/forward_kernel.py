@@ -12,19 +12,10 @@ import triton.language as tl
 
 from attnlib.kernels.common import bsfa
 from attnlib.kernels.common.logarithms import LN2, LOG2_E
+from attnlib.kernels.common.program_order import downwards
 from attnlib.kernels.common.tile_access import load_tile, store_tile
 
 ROWS, KEYS = tl.constexpr(bsfa.ROWS), tl.constexpr(bsfa.KEYS)
-
-
-@triton.jit
-def _place(num_m, HEADS, SECTION: tl.constexpr):
-    """(row block, head) of this program: a section of heads after the other, so that what they share stays in
-    L2, and within one the last row block of each, which has most to do, then the one before."""
-    section = tl.program_id(0) // (num_m * SECTION)
-    rest = tl.program_id(0) % (num_m * SECTION)
-    heads = tl.minimum(SECTION, HEADS - section * SECTION)
-    return num_m - 1 - rest // heads, section * SECTION + rest % heads
 
 
 @triton.jit
@@ -84,7 +75,7 @@ def attention_bsfa_forward(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(sm_scale * Q K^T) V over kept blocks. Grid: (num_m * HEADS,)."""
-    i_m, head = _place(num_m, HEADS, SECTION)
+    i_m, head = downwards(num_m, HEADS, SECTION)
     i_b, i_h = head // H, head % H
     at = (i_b, i_h // GROUP)
     start = i_m * ROWS
@@ -151,7 +142,7 @@ def block_maxima(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The largest score of each block that `attention_bsfa_forward` decides on. Grid: (num_m * HEADS,)."""
-    i_m, head = _place(num_m, HEADS, SECTION)
+    i_m, head = downwards(num_m, HEADS, SECTION)
     start = i_m * ROWS
     o_m = start + tl.arange(0, ROWS)  # [ROWS]
     first = tl.maximum(_last_key(start, S_q, S_k, CAUSAL), 0) // KEYS

@@ -21,6 +21,7 @@ With a guess of 0 the two sums would be large where all values have a common par
 import triton
 import triton.language as tl
 
+from attnlib.kernels.common.program_order import downwards
 from attnlib.kernels.common.tile_access import VARLEN_ROWS, load_tile, store_tile
 from attnlib.kernels.entmax.forward_kernel import excess, index_of
 from attnlib.kernels.entmax.walk import (
@@ -30,7 +31,6 @@ from attnlib.kernels.entmax.walk import (
     head_of,
     last_visible,
     list_of,
-    place,
     powers,
     query_block,
     rows_of,
@@ -122,7 +122,7 @@ def attention_entmax_dq(
 ):  # fmt: skip
     """delta and dQ of a block of queries. Grid: (blocks of BLOCK_M rows * HEADS,)."""
     T_q = S_q
-    i_m, head = place(blocks_of(T_q, cu_q, B, BLOCK_M), HEADS, SECTION)
+    i_m, head = downwards(blocks_of(T_q, cu_q, B, BLOCK_M), HEADS, SECTION)
     start, S_q, S_k, at_q, at_k, _ = query_block(i_m * BLOCK_M, head, S_q, S_k, H, cu_q, cu_k, B, GROUP)
     if cu_q is not None:
         if start >= S_q:
@@ -186,7 +186,7 @@ def attention_entmax_dkdv(
     """dK and dV of a block of keys. Grid: (blocks of BLOCK_N keys * KV_HEADS,)."""
     T_q = S_q
     num_n = blocks_of(S_k, cu_k, B, BLOCK_N)
-    i_n, head = place(num_n, KV_HEADS, SECTION)
+    i_n, head = downwards(num_n, KV_HEADS, SECTION)
     start = (num_n - 1 - i_n) * BLOCK_N  # causal, the first keys have the longest lists
     if cu_k is None:
         i_b, i_kv = head // H_kv, head % H_kv

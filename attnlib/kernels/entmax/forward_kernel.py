@@ -8,6 +8,7 @@ bounds: each step is a walk along the list. The last walk adds up the values.
 import triton
 import triton.language as tl
 
+from attnlib.kernels.common.program_order import downwards
 from attnlib.kernels.common.tile_access import load_tile, store_tile
 from attnlib.kernels.entmax.list_kernels import newton
 from attnlib.kernels.entmax.walk import (
@@ -18,7 +19,6 @@ from attnlib.kernels.entmax.walk import (
     head_of,
     last_visible,
     list_of,
-    place,
     positive,
     powers,
     query_block,
@@ -115,7 +115,7 @@ def attention_entmax_forward(
 ):  # fmt: skip
     """out = entmax(sm_scale * Q K^T) V, and tau. Grid: (blocks of BLOCK_M rows * HEADS,)."""
     T_q = S_q
-    i_m, head = place(blocks_of(T_q, cu_q, B, BLOCK_M), HEADS, SECTION)
+    i_m, head = downwards(blocks_of(T_q, cu_q, B, BLOCK_M), HEADS, SECTION)
     start, S_q, S_k, at_q, at_k, _ = query_block(i_m * BLOCK_M, head, S_q, S_k, H, cu_q, cu_k, B, GROUP)
     if cu_q is not None:
         if start >= S_q:

@@ -10,6 +10,7 @@ of a row share a group, and the bound is close.
 import triton
 import triton.language as tl
 
+from attnlib.kernels.common.program_order import downwards
 from attnlib.kernels.common.tile_access import load_tile
 from attnlib.kernels.common.varlen_rows import padded_start
 from attnlib.kernels.entmax.walk import (
@@ -18,7 +19,6 @@ from attnlib.kernels.entmax.walk import (
     THREE_HALVES,
     blocks_of,
     last_visible,
-    place,
     positive,
     powers,
     query_block,
@@ -77,7 +77,7 @@ def entmax_bound(
 ):  # fmt: skip
     """A lower bound of each row's threshold. Grid: (blocks of BLOCK_M rows * HEADS,)."""
     T_q = S_q
-    i_m, head = place(blocks_of(T_q, cu_q, B, BLOCK_M), HEADS, SECTION)
+    i_m, head = downwards(blocks_of(T_q, cu_q, B, BLOCK_M), HEADS, SECTION)
     start, S_q, S_k, at_q, at_k, _ = query_block(i_m * BLOCK_M, head, S_q, S_k, H, cu_q, cu_k, B, GROUP)
     if cu_q is not None:
         if start >= S_q:
@@ -195,7 +195,7 @@ def entmax_flags(
     Grid: (blocks of 64 rows * HEADS,). Not written: flags of blocks of keys that no row of a block sees."""
     T_q, T_k = S_q, S_k
     num_m = blocks_of(T_q, cu_q, B, ROWS)
-    i_m, head = place(num_m, HEADS, SECTION)
+    i_m, head = downwards(num_m, HEADS, SECTION)
     start, S_q, S_k, at_q, at_k, i_b = query_block(i_m * ROWS, head, S_q, S_k, H, cu_q, cu_k, B, GROUP)
     if cu_q is not None:
         if start >= S_q:

@@ -20,16 +20,6 @@ LARGE = tl.constexpr(2.0**126)  # a normal positive float times this is at least
 
 
 @triton.jit
-def place(num_blocks, HEADS, SECTION: tl.constexpr):
-    """(block, head) of this program, blocks downwards: a section of heads after the other, so that what they
-    share stays in L2, and within one the last block of each, then the one before."""
-    section = tl.program_id(0) // (num_blocks * SECTION)
-    rest = tl.program_id(0) % (num_blocks * SECTION)
-    heads = tl.minimum(SECTION, HEADS - section * SECTION)
-    return num_blocks - 1 - rest // heads, section * SECTION + rest % heads
-
-
-@triton.jit
 def blocks_of(rows, cu, B, BLOCK: tl.constexpr):
     """Blocks of a head: of the `rows` of a sequence, or of the B varlen ones, `rows` together."""
     if cu is None:

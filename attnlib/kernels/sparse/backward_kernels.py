@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 
 from attnlib.kernels.common.preprocess import DELTA, LSE2
+from attnlib.kernels.common.program_order import upwards
 from attnlib.kernels.common.tile_access import load_tile, store_tile
 from attnlib.kernels.sparse.scores import head_bias, head_slope, scored
-from attnlib.kernels.sparse.walk import TILE, place, row_of_rank, seen
+from attnlib.kernels.sparse.walk import TILE, row_of_rank, seen
 
 NUMBERS = "S_q S_k H HEADS num_tiles mask_b mask_h bias_b bias_h bias_m".split()
 
@@ -81,7 +82,7 @@ def attention_sparse_backward_dq(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of queries. Grid: (row blocks * HEADS,)."""
-    rank, head = place(num_tiles * (TILE // BLOCK_M), HEADS, SECTION)
+    rank, head = upwards(num_tiles * (TILE // BLOCK_M), HEADS, SECTION)
     i_b, i_h = head // H, head % H
     mask = i_b * mask_b + i_h * mask_h
     tile, start = row_of_rank(rank, mask, order_ptr, num_tiles, BLOCK_M)
@@ -188,7 +189,7 @@ def attention_sparse_backward_dkdv(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a block of keys. Grid: (key blocks * HEADS,)."""
-    rank, head_kv = place(num_tiles * (TILE // BLOCK_N), HEADS, SECTION)
+    rank, head_kv = upwards(num_tiles * (TILE // BLOCK_N), HEADS, SECTION)
     i_b, i_kv = head_kv // H, head_kv % H
     mask = i_b * mask_b + i_kv * GROUP * mask_h
     tile, start = row_of_rank(rank, mask, order_ptr, num_tiles, BLOCK_N)

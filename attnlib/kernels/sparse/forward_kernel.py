@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 
 from attnlib.kernels.common.logarithms import LN2, LOG2_E
+from attnlib.kernels.common.program_order import upwards
 from attnlib.kernels.common.tile_access import load_tile, store_tile
 from attnlib.kernels.sparse.scores import head_bias, head_slope, scored
-from attnlib.kernels.sparse.walk import TILE, place, row_of_rank, seen
+from attnlib.kernels.sparse.walk import TILE, row_of_rank, seen
 
 
 @triton.jit
@@ -83,7 +84,7 @@ def attention_sparse_forward(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(sm_scale * Q K^T) V where the mask has a bit. Grid: (row blocks * HEADS,)."""
-    rank, head = place(num_tiles * (TILE // BLOCK_M), HEADS, SECTION)
+    rank, head = upwards(num_tiles * (TILE // BLOCK_M), HEADS, SECTION)
     i_b, i_h = head // H, head % H
     mask = i_b * mask_b + i_h * mask_h
     tile, start = row_of_rank(rank, mask, order_ptr, num_tiles, BLOCK_M)

@@ -8,16 +8,6 @@ TILE = tl.constexpr(128)  # rows that share a list; see `attnlib.block_mask.tile
 
 
 @triton.jit
-def place(num_blocks, HEADS, SECTION: tl.constexpr):
-    """(rank of a block within its head, head) of this program: a section of heads after the other, so that
-    what they share stays in L2, and within one the first block of each, then the second."""
-    section = tl.program_id(0) // (num_blocks * SECTION)
-    rest = tl.program_id(0) % (num_blocks * SECTION)
-    heads = tl.minimum(SECTION, HEADS - section * SECTION)
-    return rest // heads, section * SECTION + rest % heads
-
-
-@triton.jit
 def row_of_rank(rank, mask, order_ptr, num_tiles, BLOCK: tl.constexpr):
     """(row of tiles, first of this block's elements): blocks with the longest lists come first."""
     parts: tl.constexpr = TILE // BLOCK
