@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import tune_backward
-from tune_backward import DEFAULT, cell_of, default_of, forms_of, varied
+from tune_backward import cell_of, default_of
+from tuned_forms import DEFAULT, forms_of, varied
 
 from attnlib.kernels.hopper.configs_backward import BackwardKind, hopper_backward_config, keys96_config
 
@@ -35,17 +36,21 @@ def test_the_default_is_what_calls_get(name, config):
 
 
 def test_forms_are_all_combinations():
-    cell = cell_of("192-causal-4096")
-    found, refused = forms_of(cell, varied(["pause_every=0,4", "early_mask=0,1", "l2_bytes=8M"]))
-    config = default_of(cell)
+    config = default_of(cell_of("192-causal-4096"))
+    found, refused = forms_of(config, varied(["pause_every=0,4", "early_mask=0,1", "l2_bytes=8M"]))
     assert list(found)[0] == DEFAULT and found[DEFAULT] == config and len(found) == 5 and not refused
     wanted = replace(config, pause_every=4, early_mask=True, l2_bytes=8 << 20)
     assert found["pause_every=4, early_mask=True, l2_bytes=8388608"] == wanted
-    assert forms_of(cell, varied(["visited=none"]))[0]["visited=None"] == config
+    assert forms_of(config, varied(["visited=none"]))[0]["visited=None"] == config
+
+
+def test_the_default_alone():
+    config = default_of(cell_of("64-causal-512"))
+    assert forms_of(config, varied([])) == ({DEFAULT: config}, [])
 
 
 def test_what_a_configuration_refuses_is_told():
-    found, refused = forms_of(cell_of("256-causal-4096"), varied(["bulk=0,1"]))
+    found, refused = forms_of(default_of(cell_of("256-causal-4096")), varied(["bulk=0,1"]))
     assert list(found) == [DEFAULT, "bulk=False"]
     assert refused == ["bulk=True: bulk: expected False with deterministic=False, block_n=64, got True"]
 

@@ -21,17 +21,16 @@ otherwise, 2 without a Hopper GPU. docs/lab/hopper-backward.md has what came of 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import multiprocessing
 import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from itertools import product
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
 from time_plane import GradientSample  # noqa: E402
+from tuned_forms import add_option, forms_of, table_of, tell, tell_refused, varied  # noqa: E402
 
 from attnlib.bench import peers, plane, timing  # noqa: E402
 from attnlib.bench.backward import GRADIENTS, make_gradient  # noqa: E402
@@ -51,12 +51,13 @@ from attnlib.bench.setting import Setting  # noqa: E402
 from attnlib.bench.verdict import Verdict  # noqa: E402
 from attnlib.kernels import hopper  # noqa: E402
 from attnlib.kernels.hopper import sharing  # noqa: E402
+from attnlib.kernels.hopper.configs import HopperConfig  # noqa: E402
 from attnlib.kernels.hopper.configs_backward import (  # noqa: E402
     HopperBackwardConfig,
 )
 from attnlib.params import Params, Varlen, mask_window  # noqa: E402
 
-DEVICE, FA3, DEFAULT = "cuda", "fa3", "default"
+DEVICE, FA3 = "cuda", "fa3"
 SHORT = Setting("one short window", rounds=1, pause_ms=8, warmup_ms=2, rep_ms=4)
 PROCESSES = 14
 
@@ -73,8 +74,10 @@ def cell_of(name: str) -> Cell:
     return cell._replace(shape=replace(cell.shape, head_dim_v=values[0])) if values else cell
 
 
-def default_of(cell: Cell) -> HopperBackwardConfig:
-    """What calls get."""
+def default_of(
+    cell: Cell, backward: bool = True, device: str = "meta"
+) -> HopperBackwardConfig | HopperConfig:
+    """What calls get; forward it depends on the device."""
     shape, varlen = cell.shape, None
     before, after = (shape.batch,), (shape.seqlen,)  # around the heads
     if KINDS[cell.kind].varlen:
@@ -83,56 +86,9 @@ def default_of(cell: Cell) -> HopperBackwardConfig:
         varlen = Varlen(ends, ends, max(cell.lengths), max(cell.lengths))
     heads = (shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.value_dim)
     dtype = getattr(torch, shape.dtype)
-    q, k, v = (torch.empty(*before, n, *after, columns, dtype=dtype, device="meta") for n, columns in heads)
+    q, k, v = (torch.empty(*before, n, *after, columns, dtype=dtype, device=device) for n, columns in heads)
     params = Params(mask_window(shape.causal, KINDS[cell.kind].window), 1.0, varlen)
-    return hopper.configuration(q, k, v, params, backward=True)
-
-
-def value_of(text: str) -> int | float | None:
-    """"8M" is 8 MiB, "none" None."""
-    if text == "none":
-        return None
-    if text.endswith("M"):
-        return int(text[:-1]) << 20
-    return float(text) if "." in text else int(text)
-
-
-def varied(texts: Sequence[str]) -> dict[str, list[int | float | None]]:
-    """Field -> values, of texts like "pause_every=0,1".
-
-    Raises:
-        ValueError: not of this form.
-    """
-    found = {}
-    for text in texts:
-        field, equals, values = text.partition("=")
-        if not equals or not field or not values:
-            raise ValueError(f"--vary: expected FIELD=VALUE,VALUE, got {text}")
-        found[field] = [value_of(value) for value in values.split(",")]
-    return found
-
-
-def forms_of(cell: Cell, fields: Mapping[str, Sequence[int | float | None]]) -> tuple[Forms, list[str]]:
-    """The default and what the fields make of it, and what was refused.
-
-    Raises:
-        ValueError: the call's configuration has no such field.
-    """
-    config, refused = default_of(cell), []
-    known = {field.name: field.type for field in dataclasses.fields(config)}
-    if unknown := sorted(set(fields) - set(known)):
-        of = f"{type(config).__name__}, {', '.join(known)}"
-        raise ValueError(f"--vary: expected fields of {of}; got {unknown[0]}")
-    found = {DEFAULT: config}
-    for values in product(*fields.values()):
-        changes = dict(zip(fields, values, strict=True))
-        changes |= {field: bool(x) for field, x in changes.items() if known[field] in (bool, "bool")}
-        name = ", ".join(f"{field}={value}" for field, value in changes.items())
-        try:
-            found[name] = replace(config, **changes)
-        except ValueError as error:
-            refused.append(f"{name}: {error}")
-    return found, refused
+    return hopper.configuration(q, k, v, params, backward)
 
 
 # ---------------------------------------------------------------- calls
@@ -207,10 +163,14 @@ def kernels_of(
 
 def compile_all(names: Sequence[str], forms_of: Callable[[Cell], Forms]) -> list[str]:
     """In processes side by side; what failed."""
-    jobs = kernels_of(names, forms_of)
+    return side_by_side(compile_one, kernels_of(names, forms_of))
+
+
+def side_by_side(function: Callable[..., str], jobs: Sequence[tuple[Any, ...]]) -> list[str]:
+    """What is not empty of what the function returns, in processes."""
     children = min(PROCESSES, len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
-        return [reason for reason in pool.map(compile_one, *zip(*jobs, strict=True)) if reason]
+        return [reason for reason in pool.map(function, *zip(*jobs, strict=True)) if reason]
 
 
 # ---------------------------------------------------------------- judging and timing
@@ -307,16 +267,10 @@ def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
     D, values = cell.shape.head_dim, cell.shape.value_dim
     flops = cell.flops("backward") * (3 * D + 2 * values) / (5 * D)
     base = found.get(FA3) or found.get(first_form) or next(iter(found.values()))
-    cells = []
-    for form, taken in found.items():
-        ratios = sorted(a / b for a, b in zip(base, taken, strict=True))
-        ms = statistics.median(taken)
-        cells.append(f"  {form:18} {ms:7.3f} ms {flops / ms * 1e-9:4.0f} TFLOP/s  "
-                     f"{statistics.median(ratios):.3f} ({ratios[0]:.3f}-{ratios[-1]:.3f})")  # fmt: skip
+    text = table_of(name, found, base, flops, FA3)
     if kind.group > 1 and not kind.varlen:
-        cells.append(f"  model: {visited_by_model(cell)}")
-    best = min((form for form in found if form != FA3), key=lambda form: statistics.median(found[form]))
-    return "\n".join([f"{name}: best {best}", *cells]), bad
+        text += f"\n  model: {visited_by_model(cell)}"
+    return text, bad
 
 
 def visited_by_model(cell: Cell) -> str:
@@ -332,42 +286,23 @@ def visited_by_model(cell: Cell) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time forms of the backward pass beside each other.")
     parser.add_argument("cells", nargs="+", metavar="D-KIND-LENGTH")
-    parser.add_argument("--vary", action="append", default=[], metavar="FIELD=VALUE,VALUE")
+    add_option(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=400, help="begin no cell after so many")
     args, begin = parser.parse_args(argv), time.monotonic()
     try:
         fields = varied(args.vary)
-        found = {name: forms_of(cell_of(name), fields) for name in args.cells}
+        found = {name: forms_of(default_of(cell_of(name)), fields) for name in args.cells}
     except (ValueError, KeyError) as error:
         parser.error(str(error))
-    for name, (_, refused) in found.items():
-        print(*(f"{name}, left out: {reason}" for reason in refused), sep="\n", end="\n" * bool(refused))
+    tell_refused({name: refused for name, (_, refused) in found.items()})
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
-    failed = compile_all(args.cells, lambda cell: forms_of(cell, fields)[0])
+    failed = compile_all(args.cells, lambda cell: forms_of(default_of(cell), fields)[0])
     print(f"compiled after {time.monotonic() - begin:.0f} s", *failed, sep="\n", flush=True)
-    tables, bad, left_out = [], [], []
-    for name, (forms, _) in found.items():
-        if time.monotonic() - begin > args.seconds:
-            left_out.append(name)
-            continue
-        try:
-            table, wrongs = report(name, forms, args.rounds)
-        except RuntimeError as error:  # no memory for the oracle, say
-            left_out.append(f"{name}: {peers.brief(error)}")
-            continue
-        tables.append(table)
-        bad += wrongs
-        print(table, *wrongs, sep="\n", flush=True)
-        torch.cuda.empty_cache()
-    seconds = f"{time.monotonic() - begin:.0f} s"
-    print(f"\n{seconds}. Behind the times FlashAttention-3's over a form's:", *tables, sep="\n")
-    if left_out:
-        print(f"left out, as {args.seconds:g} s were over where no reason is told:", *left_out, sep="\n  ")
-    print(*bad, sep="\n")
-    return int(bool(bad))
+    reports = {name: partial(report, name, forms, args.rounds) for name, (forms, _) in found.items()}
+    return tell(reports, begin + args.seconds)
 
 
 if __name__ == "__main__":
