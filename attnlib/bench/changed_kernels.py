@@ -32,21 +32,18 @@ def variants(step: str, base: str) -> dict[str, ModuleType]:
     return {name: sources.load_source(module_name(step, name), text) for name, text in texts.items()}
 
 
-def with_functions(step: str, functions: Iterable, *constants: str) -> ModuleType:
+def with_functions(
+    step: str, functions: Iterable, *constants: str, variant: int | None = None
+) -> ModuleType:
     """A chapter's last kernel with these functions, and texts of constants, in the place of its own: an
-    answer to an exercise."""
-    text = sources.kernel_source(sources.notebook_of(step))
-    for change in ("\n\n\n".join(inspect.getsource(function.fn) for function in functions), *constants):
+    answer to an exercise. Of its variants, cells tagged "variant", that of this number, the first one 0."""
+    notebook = sources.notebook_of(step)
+    before = () if variant is None else (sources.cells_tagged(notebook, "variant")[variant],)
+    answer = "\n\n\n".join(inspect.getsource(function.fn) for function in functions)
+    text = sources.kernel_source(notebook)
+    for change in (*before, answer, *constants):
         text = changed(text, change)
     return sources.load_source(f"{step}_answer", text)
-
-
-def variant_with_functions(step: str, variant: int, functions: Iterable) -> ModuleType:
-    """The same of a chapter's cell tagged "variant", the first one 0."""
-    notebook = sources.notebook_of(step)
-    text = changed(sources.kernel_source(notebook), sources.cells_tagged(notebook, "variant")[variant])
-    text = changed(text, "\n\n\n".join(inspect.getsource(function.fn) for function in functions))
-    return sources.load_source(f"{step}_variant_answer", text)
 
 
 def module_name(step: str, change: str) -> str:

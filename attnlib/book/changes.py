@@ -19,7 +19,6 @@ from attnlib.bench.changed_kernels import (
     order_in_loop,
     package_job,
     package_stats,
-    variant_with_functions,
     variants,
     with_functions,
 )
@@ -45,7 +44,6 @@ __all__ = [
     "package_stats",
     "show",
     "strips",
-    "variant_with_functions",
     "variants",
     "with_functions",
 ]

@@ -43,7 +43,7 @@ def check_in_turns(functions):
 
 def check_pausing(functions):
     """A pause behind each addition, none elsewhere, and the wide kernel is as right as before."""
-    module = changes.variant_with_functions(STEP, WIDE, functions)
+    module = changes.with_functions(STEP, functions, variant=WIDE)
     for n in (16, 64):
         asm = module.add_asm.fn(n)
         found = re.findall(r"red\.global|nanosleep\.u32 \d+|bra DONE|DONE:", asm)

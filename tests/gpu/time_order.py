@@ -16,7 +16,6 @@ wrong is timed. Status 0 when all were right, 1 otherwise, 2 without a Hopper GP
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -30,9 +29,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
+import forms_record  # noqa: E402
 import tune_backward  # noqa: E402
 
-from attnlib.bench import records, timing  # noqa: E402
+from attnlib.bench import timing  # noqa: E402
 from attnlib.bench.plane import ALL as KINDS  # noqa: E402
 from attnlib.bench.plane import Cell  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
@@ -97,39 +97,17 @@ def sustained(cell: Cell) -> tuple[list[dict[str, Any]], list[str]]:
     return rows, bad
 
 
-def show(row: dict[str, Any]) -> str:
-    text = f"D{row['head_dim']} S{row['seqlen']} {row['kind']:7} {row['form']:19} {row['ms']:8.3f} ms"
-    text += f" {row['tflops']:4.0f} TFLOP/s"
-    if "clocks" in row:
-        text += f" {row['sm_mhz']:5.0f} MHz {row['watts']:4.0f} W {row['clocks']:5.0f} clocks"
-    return text
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Time the order of the backward pass's consumers.")
-    parser.add_argument("--out", type=Path, help=f"(default: figures/data/<gpu>/{RECORD}.json)")
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
-        return 2
-    wrong = tune_backward.compile_all(NAMES, forms_of)
-    header = records.provenance({
-        "bursts": f"median of {ROUNDS} shuffled rounds, cold L2",
-        "sustained": f"median of {LONG_ROUNDS} rounds of {LONG_MS} ms back to back; clock and power: second "
-        "half of a round",
-        "flops": "10*B*H*pairs*D; pairs: S^2, S^2/2 when causal, with a window those that see each other",
-    })  # fmt: skip
-    path = records.report_path(RECORD, header, args.out)
-    for name, measure, cells in (("bursts", bursts, CELLS), ("sustained", sustained, LONG)):
-        rows: list[dict[str, Any]] = []
-        for cell in cells:
-            found, bad = measure(cell)
-            rows, wrong = rows + found, wrong + bad
-            print(*map(show, found), *bad, sep="\n", flush=True)
-            torch.cuda.empty_cache()
-        records.add_table(path, header, name, rows)
-    print(path)
-    return int(bool(wrong))
+    return forms_record.write(
+        RECORD, argv, "Time the order of the backward pass's consumers.",
+        compiled=lambda: tune_backward.compile_all(dict(zip(NAMES, map(forms_of, CELLS), strict=True))),
+        method={
+            "bursts": f"median of {ROUNDS} shuffled rounds, cold L2",
+            "sustained": f"median of {LONG_ROUNDS} rounds of {LONG_MS} ms back to back; clock and power: "
+            "second half of a round",
+        },
+        tables={"bursts": (bursts, CELLS), "sustained": (sustained, LONG)},
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -12,25 +12,22 @@ the first form's. Nothing wrong is timed. Status 0 when all were right, 1 otherw
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
+import forms_record  # noqa: E402
 import tune_backward  # noqa: E402
 
-from attnlib.bench import records  # noqa: E402
 from attnlib.bench.plane import Cell  # noqa: E402
 from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig  # noqa: E402
 
-RECORD = TABLE = "pauses"
+RECORD = "pauses"
 NAMES = [f"{columns}-{kind}-4096" for columns in (256, 192, 160, 128)
          for kind in ("causal", "dense", "window", "gqa8")]  # fmt: skip
 CELLS = [tune_backward.cell_of(name) for name in NAMES]
@@ -43,30 +40,18 @@ def forms_of(cell: Cell) -> dict[str, HopperBackwardConfig]:
     return {"as calls get it": config} | {str(n): replace(config, pause_every=n) for n in EVERY}
 
 
+def pauses(cell: Cell) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of a call, and what is wrong."""
+    return tune_backward.rows(cell, forms_of(cell), ROUNDS)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Time pauses between additions to dQ.")
-    parser.add_argument("--out", type=Path, help=f"(default: figures/data/<gpu>/{RECORD}.json)")
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
-        return 2
-    wrong = tune_backward.compile_all(NAMES, forms_of)
-    header = records.provenance({
-        "statistic": f"median of {ROUNDS} shuffled rounds, cold L2",
-        "flops": "10*B*H*pairs*D; pairs: S^2, S^2/2 when causal, with a window those that see each other",
-    })  # fmt: skip
-    path = records.report_path(RECORD, header, args.out)
-    rows: list[dict[str, Any]] = []
-    for cell in CELLS:
-        found, bad = tune_backward.rows(cell, forms_of(cell), ROUNDS)
-        rows, wrong = rows + found, wrong + bad
-        for row in found:
-            print(f"{cell.label:40} {row['form']:16} {row['ms']:7.3f} ms {row['tflops']:4.0f} TFLOP/s")
-        print(*bad, sep="\n", flush=True)
-        records.add_table(path, header, TABLE, rows)
-        torch.cuda.empty_cache()
-    print(path)
-    return int(bool(wrong))
+    return forms_record.write(
+        RECORD, argv, "Time pauses between additions to dQ.",
+        compiled=lambda: tune_backward.compile_all(dict(zip(NAMES, map(forms_of, CELLS), strict=True))),
+        method={"statistic": f"median of {ROUNDS} shuffled rounds, cold L2"},
+        tables={"pauses": (pauses, CELLS)},
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -64,10 +64,10 @@ def ours(window: tuple[int, int] | None, q, k, v, causal: bool, sm_scale: float)
 # ---------------------------------------------------------------- judging
 
 
-def apart(found: Tensor, other: Tensor, rms: float) -> str:
-    """Why two results can't both keep a budget, in a head; empty when they may."""
+def apart(found: Tensor, other: Tensor, rms: float, whose: str = "FlashAttention-3's") -> str:
+    """Why two results can't both keep a budget, in a head; empty when they may. `whose` is the other."""
     largest = (found.float() - other.float()).square_().mean((2, 3)).sqrt_().max().item()
-    return "" if largest <= 2 * rms else f"a head is {largest:.2e} from FlashAttention-3's, budget {rms:.2e}"
+    return "" if largest <= 2 * rms else f"a head is {largest:.2e} from {whose}, budget {rms:.2e}"
 
 
 class Sample:

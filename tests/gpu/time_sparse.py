@@ -501,8 +501,8 @@ class Run:
             configs |= {other: replace(chosen, half_p=not chosen.half_p)}
             configs |= {"64 queries": replace(chosen, block_m=64)}
             configs |= {"abreast": replace(chosen, alternate=False)}
-            leaves = replace(chosen, alternate=False, persistent=False)
             configs |= {f"pauses, {every}": replace(chosen, pause_every=every) for every in (0, 2, 4, 8)}
+            leaves = replace(chosen, alternate=False, persistent=False)
             configs |= {"a column": leaves, "a column, in turns": replace(leaves, alternate=True)}
         tried |= {name: (hopper, config) for name, config in configs.items()}
         for name, (family, config) in tried.items():

@@ -20,14 +20,13 @@ otherwise, 2 without a Hopper GPU. docs/lab/hopper-backward.md has what came of 
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -39,22 +38,19 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
-from time_plane import GradientSample  # noqa: E402
-from tuned_forms import add_option, forms_of, table_of, tell, tell_refused, varied  # noqa: E402
+from time_plane import GradientSample, apart  # noqa: E402
+from tuned_forms import failure, forms_asked_for, judge, parser_of, table_of, tell  # noqa: E402
 
 from attnlib.bench import peers, plane, timing  # noqa: E402
 from attnlib.bench.backward import GRADIENTS, make_gradient  # noqa: E402
-from attnlib.bench.oracle import make_inputs  # noqa: E402
+from attnlib.bench.oracle import Judgement, make_inputs  # noqa: E402
 from attnlib.bench.plane import ALL as KINDS  # noqa: E402
 from attnlib.bench.plane import Cell  # noqa: E402
 from attnlib.bench.setting import Setting  # noqa: E402
-from attnlib.bench.verdict import Verdict  # noqa: E402
 from attnlib.kernels import hopper  # noqa: E402
 from attnlib.kernels.hopper import sharing  # noqa: E402
 from attnlib.kernels.hopper.configs import HopperConfig  # noqa: E402
-from attnlib.kernels.hopper.configs_backward import (  # noqa: E402
-    HopperBackwardConfig,
-)
+from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig  # noqa: E402
 from attnlib.params import Params, Varlen, mask_window  # noqa: E402
 
 DEVICE, FA3 = "cuda", "fa3"
@@ -135,35 +131,27 @@ def compile_one(name: str, form: HopperBackwardConfig) -> str:
     cell = cell_of(name)
     length = min(cell.shape.seqlen, 1152)  # beyond a window of the plane
     small = cell._replace(shape=replace(cell.shape, batch=1, seqlen=length))  # varlen of one sequence
-    try:
-        calls_of(small, {name: form}, *inputs(small))[name]()
-        torch.cuda.synchronize()
-    except Exception as error:  # it comes again where it is timed
-        return f"{name} {form}: {peers.brief(error)}"
-    return ""
+    return failure(name, form, lambda: calls_of(small, {name: form}, *inputs(small))[name]())
 
 
-def kernels_of(
-    names: Sequence[str], forms_of: Callable[[Cell], Forms]
-) -> list[tuple[str, HopperBackwardConfig]]:
-    """Each kernel that has to be compiled: the name of a cell, and a form."""
+def kernels_of(forms: Mapping[str, Forms]) -> list[tuple[str, HopperBackwardConfig]]:
+    """Each kernel that the forms of cells have to be compiled to: the name of a cell, and a form."""
     found = {}
-    for name in names:
+    for name, of_cell in forms.items():
         cell = cell_of(name)
-        for form in forms_of(cell).values():
+        for form in of_cell.values():
             kind, shape = KINDS[cell.kind], cell.shape
             shared = form.visited is None and kind.group > 1, form.visited in (None, kind.group)
-            made = replace(
-                form, visited=None, l2_bytes=0, last_waves=0.0
-            )  # what else decides is known when it is launched
+            # What these fields decide is decided when a kernel is launched.
+            made = replace(form, visited=None, l2_bytes=0, last_waves=0.0)
             key = shape.head_dim, shape.head_dim_v, shape.dtype, kind._replace(label=""), shared, made
             found.setdefault(key, (name, form))
     return list(found.values())
 
 
-def compile_all(names: Sequence[str], forms_of: Callable[[Cell], Forms]) -> list[str]:
+def compile_all(forms: Mapping[str, Forms]) -> list[str]:
     """In processes side by side; what failed."""
-    return side_by_side(compile_one, kernels_of(names, forms_of))
+    return side_by_side(compile_one, kernels_of(forms))
 
 
 def side_by_side(function: Callable[..., str], jobs: Sequence[tuple[Any, ...]]) -> list[str]:
@@ -183,7 +171,7 @@ class SequenceSample:
         self.rows = cell.lengths[-1]
         self.sample = GradientSample(KINDS[cell.kind], None, *(x[:, :, -self.rows :] for x in tensors))
 
-    def judge(self, *gradients: Tensor) -> dict[str, Verdict]:
+    def judge(self, *gradients: Tensor) -> dict[str, Judgement]:
         return self.sample.judge(*(x[:, :, -self.rows :] for x in gradients))
 
 
@@ -196,24 +184,9 @@ def wrong(sample: Sample, first: tuple[Tensor, ...], gradients: tuple[Tensor, ..
     for name, mine, other in zip(GRADIENTS, gradients, first, strict=True):
         if not found[name].ok:
             return f"{name}: {found[name].reason}"
-        away = (mine.float() - other.float()).square_().mean((2, 3)).sqrt_().max().item()
-        if not away <= 2 * found[name].budget.rms:
-            return f"{name}: a head is {away:.2e} from the first form's, budget {found[name].budget.rms:.2e}"
+        if reason := apart(mine, other, found[name].budget.rms, "the first form's"):
+            return f"{name}: {reason}"
     return ""
-
-
-def judge(name: str, calls: dict[str, Callable], sample: Sample, first: tuple[Tensor, ...]) -> list[str]:
-    """What is wrong; the calls that are go."""
-    bad = []
-    for form in list(calls):
-        try:
-            reason = wrong(sample, first, calls[form]())
-        except RuntimeError as error:
-            reason = peers.brief(error)
-        if reason:
-            bad.append(f"WRONG {name} {form}: {reason}")
-            del calls[form]
-    return bad
 
 
 def times(calls: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
@@ -227,6 +200,23 @@ def times(calls: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
     return samples
 
 
+def measured(
+    cell: Cell, name: str, forms: Forms, rounds: int
+) -> tuple[dict[str, list[float]], list[str]]:
+    """Milliseconds of the right forms of a call and of FlashAttention-3, and what is wrong."""
+    tensors = inputs(cell)
+    calls = calls_of(cell, forms, *tensors)
+    first = next(iter(calls.values()))()
+    kind = KINDS[cell.kind]
+    sample = SequenceSample(cell, *tensors) if kind.varlen else GradientSample(kind, None, *tensors)
+    bad = judge(name, calls, partial(wrong, sample, first))
+    own = dict(calls)
+    add_peer(calls, cell, *tensors)
+    found = times(calls, rounds)
+    bad += judge(name, own, partial(wrong, sample, first))  # after hundreds of launches
+    return found, bad
+
+
 def row_of(cell: Cell, form: str, ms: list[float]) -> dict[str, Any]:
     """Of a record."""
     taken = statistics.median(ms)
@@ -238,36 +228,18 @@ def row_of(cell: Cell, form: str, ms: list[float]) -> dict[str, Any]:
 
 def rows(cell: Cell, forms: Forms, rounds: int) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of a record for one call, all forms beside FlashAttention-3, and what is wrong."""
-    tensors = inputs(cell)
-    calls = calls_of(cell, forms, *tensors)
-    first = calls[next(iter(forms))]()
-    sample = GradientSample(KINDS[cell.kind], None, *tensors)
-    bad = judge(cell.label, calls, sample, first)
-    own = dict(calls)
-    add_peer(calls, cell, *tensors)
-    found = times(calls, rounds)
-    bad += judge(cell.label, own, sample, first)
+    found, bad = measured(cell, cell.label, forms, rounds)
     return [row_of(cell, form, ms) for form, ms in found.items()], bad
 
 
 def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
     """The lines of a cell, and what is wrong."""
-    cell, bad = cell_of(name), []
-    tensors = inputs(cell)
-    calls = calls_of(cell, forms, *tensors)
-    first_form = next(iter(forms))
-    first = calls[first_form]()
+    cell = cell_of(name)
     kind = KINDS[cell.kind]
-    sample = SequenceSample(cell, *tensors) if kind.varlen else GradientSample(kind, None, *tensors)
-    bad += judge(name, calls, sample, first)
-    add_peer(calls, cell, *tensors)
-    found = times(calls, rounds)
-    calls.pop(FA3, None)
-    bad += judge(name, calls, sample, first)  # after hundreds of launches
+    found, bad = measured(cell, name, forms, rounds)
     D, values = cell.shape.head_dim, cell.shape.value_dim
     flops = cell.flops("backward") * (3 * D + 2 * values) / (5 * D)
-    base = found.get(FA3) or found.get(first_form) or next(iter(found.values()))
-    text = table_of(name, found, base, flops, FA3)
+    text = table_of(name, found, flops, FA3)
     if kind.group > 1 and not kind.varlen:
         text += f"\n  model: {visited_by_model(cell)}"
     return text, bad
@@ -284,25 +256,18 @@ def visited_by_model(cell: Cell) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Time forms of the backward pass beside each other.")
-    parser.add_argument("cells", nargs="+", metavar="D-KIND-LENGTH")
-    add_option(parser)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=400, help="begin no cell after so many")
+    parser = parser_of("Time forms of the backward pass beside each other.")
     args, begin = parser.parse_args(argv), time.monotonic()
     try:
-        fields = varied(args.vary)
-        found = {name: forms_of(default_of(cell_of(name)), fields) for name in args.cells}
+        forms = forms_asked_for(args, lambda name: default_of(cell_of(name)))
     except (ValueError, KeyError) as error:
         parser.error(str(error))
-    tell_refused({name: refused for name, (_, refused) in found.items()})
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
-    failed = compile_all(args.cells, lambda cell: forms_of(default_of(cell), fields)[0])
+    failed = compile_all(forms)
     print(f"compiled after {time.monotonic() - begin:.0f} s", *failed, sep="\n", flush=True)
-    reports = {name: partial(report, name, forms, args.rounds) for name, (forms, _) in found.items()}
-    return tell(reports, begin + args.seconds)
+    return tell(report, forms, args.rounds, begin + args.seconds)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ tables as those of `tune_backward.py`. Status 0 when all were right, 1 otherwise
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 import tune_backward  # noqa: E402
 from time_plane import Sample, apart  # noqa: E402
 from tune_backward import FA3, KINDS, cell_of, default_of, side_by_side  # noqa: E402
-from tuned_forms import add_option, forms_of, table_of, tell, tell_refused, varied  # noqa: E402
+from tuned_forms import failure, forms_asked_for, judge, parser_of, table_of, tell  # noqa: E402
 
 from attnlib.bench import peers  # noqa: E402
 from attnlib.bench.oracle import make_inputs  # noqa: E402
@@ -55,28 +54,18 @@ def compile_one(name: str, form: HopperConfig) -> str:
     """In a child: what it compiles stays in Triton's cache."""
     cell = cell_of(name)
     small = cell._replace(shape=replace(cell.shape, batch=1))
-    try:
-        calls_of(small, {name: form}, *make_inputs(small.shape, device=tune_backward.DEVICE))[name]()
-        torch.cuda.synchronize()
-    except Exception as error:  # it comes again where it is timed
-        return f"{name} {form}: {peers.brief(error)}"
-    return ""
+
+    def call() -> Tensor:
+        tensors = make_inputs(small.shape, device=tune_backward.DEVICE)
+        return calls_of(small, {name: form}, *tensors)[name]()
+
+    return failure(name, form, call)
 
 
-def judge(name: str, calls: Calls, sample: Sample, first: Tensor) -> list[str]:
-    """What is wrong; the calls that are go."""
-    bad = []
-    for form in list(calls):
-        try:
-            out = calls[form]()
-            found = sample.judge(out)
-            reason = found.reason if not found.ok else apart(out, first, found.budget.rms)
-        except RuntimeError as error:
-            reason = peers.brief(error)
-        if reason:
-            bad.append(f"WRONG {name} {form}: {reason}")
-            del calls[form]
-    return bad
+def wrong(sample: Sample, first: Tensor, out: Tensor) -> str:
+    """Why an output is wrong; empty when it is right."""
+    found = sample.judge(out)
+    return apart(out, first, found.budget.rms, "the first form's") if found.ok else found.reason
 
 
 def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
@@ -85,39 +74,30 @@ def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
     kind, tensors = KINDS[cell.kind], make_inputs(cell.shape, device=tune_backward.DEVICE)
     calls, sample = calls_of(cell, forms, *tensors), Sample(kind, None, *tensors)
     first = next(iter(calls.values()))()
-    bad = judge(name, calls, sample, first)
+    bad = judge(name, calls, partial(wrong, sample, first))
     own, peer = dict(calls), peers.fa3(kind.window)
     if not peer.available():
         calls[FA3] = peer.make(*tensors, cell.shape.causal, cell.shape.head_dim**-0.5)
     found = tune_backward.times(calls, rounds)
-    bad += judge(name, own, sample, first)  # after hundreds of launches
-    base = found.get(FA3) or next(iter(found.values()))
-    return table_of(name, found, base, cell.flops("forward"), FA3), bad
+    bad += judge(name, own, partial(wrong, sample, first))  # after hundreds of launches
+    return table_of(name, found, cell.flops("forward"), FA3), bad
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Time forms of the forward pass beside each other.")
-    parser.add_argument("cells", nargs="+", metavar="D-KIND-LENGTH")
-    add_option(parser)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=400, help="begin no cell after so many")
+    parser = parser_of("Time forms of the forward pass beside each other.")
     args, begin = parser.parse_args(argv), time.monotonic()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
     try:
-        fields = varied(args.vary)
         if varlen := [name for name in args.cells if KINDS[cell_of(name).kind].varlen]:
             raise ValueError(f"cells: expected none of varlen sequences, got {varlen[0]}")
-        configs = {name: default_of(cell_of(name), False, tune_backward.DEVICE) for name in args.cells}
-        found = {name: forms_of(config, fields) for name, config in configs.items()}
+        forms = forms_asked_for(args, lambda name: default_of(cell_of(name), False, tune_backward.DEVICE))
     except (ValueError, KeyError) as error:
         parser.error(str(error))
-    tell_refused({name: refused for name, (_, refused) in found.items()})
-    failed = side_by_side(compile_one, [(name, form) for name in found for form in found[name][0].values()])
+    failed = side_by_side(compile_one, [(name, form) for name in forms for form in forms[name].values()])
     print(f"compiled after {time.monotonic() - begin:.0f} s", *failed, sep="\n", flush=True)
-    reports = {name: partial(report, name, forms, args.rounds) for name, (forms, _) in found.items()}
-    return tell(reports, begin + args.seconds)
+    return tell(report, forms, args.rounds, begin + args.seconds)
 
 
 if __name__ == "__main__":

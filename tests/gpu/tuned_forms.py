@@ -1,5 +1,5 @@
-"""What `tune_forward.py` and `tune_backward.py` have in common: configurations that a command line asks for,
-`--vary FIELD=VALUE,VALUE`, every combination, and the tables of their times."""
+"""What `tune_forward.py` and `tune_backward.py` have in common: their command line, whose configurations are
+every combination of `--vary FIELD=VALUE,VALUE`, what is wrong with a form, and the tables of their times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,8 +24,16 @@ Value = int | float | None
 DEFAULT = "default"
 
 
-def add_option(parser: argparse.ArgumentParser) -> None:
+# ---------------------------------------------------------------- command line
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("cells", nargs="+", metavar="D-KIND-LENGTH")
     parser.add_argument("--vary", action="append", default=[], metavar="FIELD=VALUE,VALUE")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=400, help="begin no cell after so many")
+    return parser
 
 
 def value_of(text: str) -> Value:
@@ -75,18 +83,58 @@ def forms_of(config: Config, fields: Mapping[str, Sequence[Value]]) -> tuple[dic
     return found, refused
 
 
-def tell_refused(refused: Mapping[str, Sequence[str]]) -> None:
-    """What configurations refuse, by cell."""
-    for name, reasons in refused.items():
-        for reason in reasons:
+def forms_asked_for(
+    args: argparse.Namespace, default_of: Callable[[str], Config]
+) -> dict[str, dict[str, Config]]:
+    """The forms of each cell. Prints what configurations refuse.
+
+    Raises:
+        ValueError: from `varied` or `forms_of`.
+    """
+    fields, found = varied(args.vary), {}
+    for name in args.cells:
+        found[name], refused = forms_of(default_of(name), fields)
+        for reason in refused:
             print(f"{name}, left out: {reason}")
+    return found
 
 
-def table_of(
-    name: str, found: Mapping[str, Sequence[float]], base: Sequence[float], flops: float, peer: str
-) -> str:
-    """A cell's forms and the peer, milliseconds of each round, and `base` over them."""
-    lines = []
+# ---------------------------------------------------------------- judging
+
+
+def failure(name: str, form: Config, call: Callable[[], Any]) -> str:
+    """Why a form can't be compiled or launched; empty when it can."""
+    try:
+        call()
+        torch.cuda.synchronize()
+    except Exception as error:  # it comes again where it is timed
+        return f"{name} {form}: {peers.brief(error)}"
+    return ""
+
+
+def judge(name: str, calls: dict[str, Callable[[], Any]], wrong: Callable[[Any], str]) -> list[str]:
+    """What is wrong, of what `wrong` says about results; the calls that are go."""
+    bad = []
+    for form in list(calls):
+        try:
+            reason = wrong(calls[form]())
+        except RuntimeError as error:
+            reason = peers.brief(error)
+        if reason:
+            bad.append(f"WRONG {name} {form}: {reason}")
+            del calls[form]
+    return bad
+
+
+# ---------------------------------------------------------------- tables
+
+
+def table_of(name: str, found: Mapping[str, Sequence[float]], flops: float, peer: str) -> str:
+    """A cell's forms and the peer, milliseconds of each round, and what the peer takes over them; where it
+    takes no part, what the first form takes."""
+    if not set(found) - {peer}:
+        return f"{name}: no form is right"
+    base, lines = found.get(peer) or next(iter(found.values())), []
     for form, taken in found.items():
         ratios = sorted(a / b for a, b in zip(base, taken, strict=True))
         ms = statistics.median(taken)
@@ -96,16 +144,28 @@ def table_of(
     return "\n".join([f"{name}: best {best}", *lines])
 
 
-def tell(reports: Mapping[str, Callable[[], tuple[str, list[str]]]], ends: float) -> int:
-    """Print the table of each cell, and what is wrong, as they come, and all tables again. None is begun
-    after `ends`. Returns the status."""
+def tell(
+    report: Callable[[str, dict[str, Config], int], tuple[str, list[str]]],
+    forms: Mapping[str, dict[str, Config]],
+    rounds: int,
+    ends: float,
+) -> int:
+    """Print the table of each cell, and what is wrong, as they come, and all tables again.
+
+    Args:
+        report: of a cell's name, its forms and the rounds, the table and what is wrong.
+        ends: no cell is begun after it, a time of `time.monotonic`.
+
+    Returns:
+        The status of the script.
+    """
     begin, tables, bad, left_out = time.monotonic(), [], [], []
-    for name, report in reports.items():
+    for name in forms:
         if time.monotonic() > ends:
             left_out.append(name)
             continue
         try:
-            table, wrongs = report()
+            table, wrongs = report(name, forms[name], rounds)
         except RuntimeError as error:  # no memory for the oracle, say
             left_out.append(f"{name}: {peers.brief(error)}")
             continue
