@@ -5,6 +5,7 @@ from __future__ import annotations
 from gluon_kernels import compile_kernel
 
 from attnlib.bench.inspect_sm90 import Stats
+from attnlib.kernels.hopper.configs import HopperConfig
 
 SCALES = "q_scale", "k_scale", "v_scale"
 OPTIONS = {  # of what a call asks -> the arguments that it has then
@@ -19,13 +20,18 @@ OPTIONS = {  # of what a call asks -> the arguments that it has then
     "fp8 queries, batch": ("q_scale_b",),
     "centered": ("v_mean", "v_mean_b"),
     "pooled": ("maxima",),
+    "diagonal": ("LAST",),
     "into": ("into_ptr", "into_lse_ptr", "into_b", "into_h", "into_m", "into_lse_b", "into_lse_h"),
 }
 
 
-def compile_forward(plan, descriptors: dict[str, str], options: set[str], max_registers: int) -> Stats:
-    """descriptors: their types; options: those of `OPTIONS` that the call has."""
+def compile_forward(plan, descriptors: dict[str, str], options: set[str], config: HopperConfig) -> Stats:
+    """descriptors: their types; options: those of `OPTIONS` that the call has, but for "diagonal", which
+    follows from its mask."""
     from attnlib.kernels.hopper.forward_kernel import attention_forward_hopper
+
+    if plan.mask.causal and not plan.mask.left and not plan.varlen and config.last_waves:
+        options = {*options, "diagonal"}
 
     types = {"counter_ptr": "*i32", "qk_scale": "fp32", "lse_ptr": "*fp32", "cu_q": "*i32", "cu_k": "*i32"}
     types |= {"maxima": "*fp32", "into_lse_ptr": "*fp32"}
@@ -34,4 +40,4 @@ def compile_forward(plan, descriptors: dict[str, str], options: set[str], max_re
     names = attention_forward_hopper.arg_names
     absent += [name for name in names if name.startswith("desc_") and name not in descriptors]
     aligned = ("counter_ptr", *(["into_ptr"] if "into" in options else []))
-    return compile_kernel(attention_forward_hopper, plan, types, absent, aligned, max_registers)[0]
+    return compile_kernel(attention_forward_hopper, plan, types, absent, aligned, config.max_registers)[0]

@@ -81,7 +81,7 @@ def compile_case(case: tuple[int, str, str]) -> Stats:
     if not own:
         options |= {"fp8 queries", "" if varlen else "fp8 queries, batch"}
     options.add("centered" if centered else "")
-    return compile_forward(plan, types, options, config.max_registers)
+    return compile_forward(plan, types, options, config)
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,11 @@ def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
     bad = judge(name, calls, partial(wrong, sample, first))
     own, peer = dict(calls), peers.fa3(kind.window)
     if not peer.available():
-        calls[FA3] = peer.make(*tensors, cell.shape.causal, cell.shape.head_dim**-0.5)
+        theirs = peer.make(*tensors, cell.shape.causal, cell.shape.head_dim**-0.5)
+        if refused := failure(name, FA3, theirs):
+            print(refused)
+        else:
+            calls[FA3] = theirs
     found = tune_backward.times(calls, rounds)
     bad += judge(name, own, partial(wrong, sample, first))  # after hundreds of launches
     return table_of(name, found, cell.flops("forward"), FA3), bad

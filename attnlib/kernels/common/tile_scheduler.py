@@ -36,6 +36,7 @@ class Work(NamedTuple):
     shared_rows: gl.tensor = None
     key_blocks: gl.tensor = None
     maxima: gl.tensor = None
+    LAST: gl.tensor = None
 
 
 @gluon.jit
@@ -66,9 +67,9 @@ def top(end, seq, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def _place(number, num_m, HEADS, SECTION):
+def _place(number, num_m, HEADS, SECTION, LAST):
     """(row block, head) of what is drawn: the last, longest rows first."""
-    block, head = by_sections(number, num_m, HEADS, SECTION)
+    block, head = by_sections(number, num_m, HEADS, SECTION, LAST)
     return num_m - 1 - block, head
 
 
@@ -113,7 +114,7 @@ def locate(number, blocks, cursor, work, plan: gl.constexpr):
     if plan.varlen:
         row, i_b, i_h, cursor = varlen_tiles.locate(number, blocks, cursor, work, plan)
     else:
-        i_m, i_bh = _place(number, blocks, work.HEADS, work.SECTION)
+        i_m, i_bh = _place(number, blocks, work.HEADS, work.SECTION, work.LAST)
         i_b, i_h = divide(i_bh, work.H)
         row = i_m * plan.block_m
     return row, i_b, i_h, top(row + plan.block_m, sequence(i_b, work, plan), work, plan), cursor

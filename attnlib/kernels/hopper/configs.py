@@ -29,6 +29,9 @@ class HopperConfig:
         consumer_registers, producer_registers: of a thread, after the program has shared them out anew.
         max_registers: of a thread when the program starts.
         l2_bytes: keys and values of the heads that advance together should fit in here.
+        diagonal_bytes: the same under a diagonal, of heads that share no keys; None: as many.
+        last_waves: under a diagonal, tiles for each SM that the last of these sections has at least, see
+            `l2_sections.last_section`; 0: it is like the others.
     """
 
     block_n: int
@@ -45,6 +48,8 @@ class HopperConfig:
     producer_registers: int = 24
     max_registers: int = 168
     l2_bytes: int = 16 << 20
+    diagonal_bytes: int | None = None
+    last_waves: float = 0.0
 
     columns = ()
     """Of each part of a tile, where it has parts."""
@@ -59,9 +64,17 @@ class HopperConfig:
         """Columns of a tile for a head dimension, in all its parts."""
         return tile_width(head_dim)
 
-    def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
+    def heads_per_section(
+        self, heads: int, group: int, keys: int, width: int, diagonal: bool = False
+    ) -> int:
         """Query heads that advance together, see `l2_sections.query_heads`."""
-        return l2_sections.query_heads(heads, group, keys, width, self.l2_bytes)
+        own = diagonal and group == 1 and self.diagonal_bytes
+        return l2_sections.query_heads(heads, group, keys, width, own or self.l2_bytes)
+
+    def last_section(self, heads: int, blocks: int, section: int) -> int | None:
+        """The head that the last section under a diagonal begins with; None where it is like the others.
+        blocks: tiles of each head."""
+        return l2_sections.last_section(heads, blocks, section, self.last_waves) if self.last_waves else None
 
 
 @dataclass(frozen=True)
@@ -100,8 +113,11 @@ class ValuesConfig(HopperConfig):
             )
         return self.value_columns
 
-    def heads_per_section(self, heads: int, group: int, keys: int, width: int) -> int:
-        return super().heads_per_section(heads, group, keys, (sum(self.query_columns) + width) // 2)
+    def heads_per_section(
+        self, heads: int, group: int, keys: int, width: int, diagonal: bool = False
+    ) -> int:
+        columns = (sum(self.query_columns) + width) // 2
+        return super().heads_per_section(heads, group, keys, columns, diagonal)
 
 
 def width_of_parts(columns: tuple[int, int], head_dim: int) -> int:
@@ -125,14 +141,16 @@ def smallest_split(widths: Iterable[int], head_dim: int) -> int | None:
 # The first two have in common:
 _MANY = {"joint": True, "keep_shift": True, "producer_registers": 32}
 M256N64 = HopperConfig(64, 4, 8, 64, consumer_registers=112, max_registers=96, **_MANY)
-M192N128 = HopperConfig(128, 3, 4, 64, pin=True, consumer_registers=160, max_registers=128, **_MANY)
+M192N128 = HopperConfig(128, 3, 4, 64, late_wait=True, consumer_registers=160, max_registers=128, **_MANY)
 M128N128 = HopperConfig(128, 2, 2, 64, late_wait=True, pin=True, joint=True, named=True, keep_shift=True)
+_UNEVEN = {"diagonal_bytes": 8 << 20, "last_waves": 2.5}
 _WARP_SPECIALIZED = {
     64: M256N64,
     128: HopperConfig(
-        128, 2, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, keep_shift=True, l2_bytes=32 << 20
+        128, 2, 2, 128, q_columns=64, late_wait=True, pin=True, named=True, keep_shift=True,
+        l2_bytes=32 << 20, **_UNEVEN,
     ),
-    256: HopperConfig(64, 2, 2, 128, q_columns=128, named=True, keep_shift=True),
+    256: HopperConfig(64, 2, 2, 128, q_columns=128, named=True, keep_shift=True, **_UNEVEN),
 }
 _FEW_KEYS = {128: replace(_WARP_SPECIALIZED[128], l2_bytes=8 << 20)}
 FEW_KEYS = 2048
@@ -143,16 +161,16 @@ _PACE = {M256N64: (559, 80), M192N128: (583, 205), M128N128: (512, 175)}
 numbers from a range around these `busiest` finds the fastest tile for all 46 shapes that were measured."""
 
 
+_M192N64 = 64, 3, 4, 64  # keys, warpgroups, stages, columns of the output's buffer
+_THREE = {
+    "late_wait": True, "pin": True, "joint": True, "keep_shift": True, "consumer_registers": 160,
+    "producer_registers": 32, "max_registers": 128, "diagonal_bytes": 8 << 20, "last_waves": 4.0,
+}  # fmt: skip
 # Faster than tiles padded to the next power of two at every shape of figures/data/nvidia-h200/head_dims.json.
 SPLIT = {
-    80: SplitConfig(
-        64, 3, 4, 64, 64, pin=True, joint=True, consumer_registers=160, producer_registers=32,
-        max_registers=128, columns=(64, 16),
-    ),
-    96: SplitConfig(
-        128, 2, 2, 64, 64, late_wait=True, pin=True, named=True, keep_shift=True, columns=(64, 32)
-    ),
-    192: SplitConfig(64, 2, 2, 128, 128, named=True, keep_shift=True, columns=(128, 64)),
+    80: SplitConfig(*_M192N64, **_THREE, columns=(64, 16)),
+    96: SplitConfig(*_M192N64, **_THREE, columns=(64, 32)),
+    192: SplitConfig(64, 2, 2, 128, 128, named=True, keep_shift=True, **_UNEVEN, columns=(128, 64)),
 }
 """Width of a tile in two parts -> its configuration. A head dimension takes the smallest of these widths that
 holds it and is below the next power of two, else that power. So a line here turns a width on, and nothing
@@ -163,26 +181,26 @@ def _own(columns: int | tuple[int, int], value_columns: int, config: HopperConfi
     parts = columns if isinstance(columns, tuple) else (columns,)
     of = {f.name: getattr(config, f.name) for f in fields(HopperConfig)}
     of |= {"q_columns": min(config.q_columns, parts[0]), "o_columns": min(config.o_columns, value_columns)}
-    of["keep_shift"] = False  # not measured; at 192/64 it spills
     return ValuesConfig(**of, query_columns=parts, value_columns=value_columns)
 
 
-# Chosen by the registers and the shared memory that there are, like the measured ones of as wide values. None
-# of them has been measured beside others yet (docs/lab/hopper.md).
-_FEW_SLOTS = replace(M192N128, stages=2)
+# 64/128, 64/256 and 192/128 were measured beside others (docs/lab/hopper.md); the rest are like those of as
+# wide values, as far as there are registers and shared memory.
+_FEW_SLOTS = replace(M192N128, stages=2, late_wait=False, pin=True, keep_shift=False)
+_ALL_LOADED = replace(_WARP_SPECIALIZED[256], q_columns=0)
 OWN_VALUES = {
     (64, 64): _own(64, 64, M192N128),
     (128, 64): _own(128, 64, _FEW_SLOTS),
     (192, 64): _own((128, 64), 64, _FEW_SLOTS),
     (256, 64): _own(256, 64, _WARP_SPECIALIZED[256]),
-    (64, 128): _own(64, 128, _WARP_SPECIALIZED[128]),
+    (64, 128): _own(64, 128, HopperConfig(*_M192N64, **_THREE)),
     (128, 128): _own(128, 128, _WARP_SPECIALIZED[128]),
-    (192, 128): _own((128, 64), 128, replace(_WARP_SPECIALIZED[128], o_columns=64)),
+    (192, 128): _own((128, 64), 128, replace(_WARP_SPECIALIZED[128], q_columns=0, o_columns=64)),
     (256, 128): _own(256, 128, _WARP_SPECIALIZED[256]),
-    (64, 256): _own(64, 256, replace(_WARP_SPECIALIZED[256], stages=4)),
-    (128, 256): _own(128, 256, _WARP_SPECIALIZED[256]),
-    (192, 256): _own((128, 64), 256, _WARP_SPECIALIZED[256]),
-    (256, 256): _own(256, 256, _WARP_SPECIALIZED[256]),
+    (64, 256): _own(64, 256, replace(_ALL_LOADED, stages=4)),
+    (128, 256): _own(128, 256, _ALL_LOADED),
+    (192, 256): _own((128, 64), 256, _ALL_LOADED),
+    (256, 256): _own(256, 256, _ALL_LOADED),
 }
 """Widths of a tile of queries and of values, where a call has another head dimension for these."""
 

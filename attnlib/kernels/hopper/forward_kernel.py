@@ -479,7 +479,7 @@ def _memory(desc_q, desc_k, desc_v, out, plan: gl.constexpr):
     )
 
 
-NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q B shared_rows key_blocks".split()
+NUMBERS = "S_q S_k H GROUP HEADS SECTION num_m tiles right left T_q B shared_rows key_blocks LAST".split()
 STRIDES = [f"{name}_scale_{part}" for name in "qkv" for part in "bhn" if name + part != "vn"] + ["v_mean_b"]
 STRIDES += "into_b into_h into_m into_lse_b into_lse_h".split()
 UNALIGNED = "cu_q cu_k into_lse_ptr".split()
@@ -512,6 +512,7 @@ def attention_forward_hopper(
     desc_q_right=None, desc_k_right=None, desc_v_right=None, desc_o_right=None,  # of the second part
     into_ptr=None, into_lse_ptr=None,  # an existing output and its LSE, instead of desc_o and lse_ptr
     into_b=None, into_h=None, into_m=None, into_lse_b=None, into_lse_h=None,  # their strides
+    LAST=None,  # the head that the last section begins with, see `tile_order.by_sections`
 ):
     """out = softmax(sm_scale * Q K^T) V over descriptors of rank 4, varlen 5; see the module docstring."""
     desc_q = column_parts.together(desc_q, desc_q_right)
@@ -531,7 +532,7 @@ def attention_forward_hopper(
     )  # fmt: skip
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS, SECTION, num_m, tiles, right, left, cu_q, cu_k, T_q, B, scales,
-        shared_rows, key_blocks, maxima,
+        shared_rows, key_blocks, maxima, LAST,
     )
     given = out, lse_ptr, mem, qk_scale, work
     producer_given = desc_q, desc_k, desc_v, counter_ptr, mem, work

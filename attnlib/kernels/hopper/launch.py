@@ -77,6 +77,8 @@ def shared_out(call: Signature, width: int) -> tuple[int, dict[str, float | None
         tiles, heads = (call.q[0] // block_m + B) * H, H
     check_size(call, tiles, f"tiles of {block_m} rows")
     left, right = call.window.clipped(S_q, S_k)
+    diagonal = right is not None and left is None and not call.varlen  # so tiles of one head are uneven
+    section = call.config.heads_per_section(heads, H // H_kv, S_k, width, diagonal)
     return min(tiles, max(1, device.num_sms(call.device) - call.spare)), {
         "qk_scale": exp2_scale(call.sm_scale),
         "S_q": S_q,
@@ -84,7 +86,8 @@ def shared_out(call: Signature, width: int) -> tuple[int, dict[str, float | None
         "H": H,
         "GROUP": H // H_kv,
         "HEADS": B * H,
-        "SECTION": call.config.heads_per_section(heads, H // H_kv, S_k, width),
+        "SECTION": section,
+        "LAST": call.config.last_section(heads, blocks_m, section) if diagonal else None,
         "num_m": blocks_m,
         "tiles": tiles,
         "right": right or None,

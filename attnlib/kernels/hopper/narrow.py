@@ -11,11 +11,14 @@ from attnlib.kernels.common.descriptors import readable
 from attnlib.kernels.common.distr import Grouped, Narrow, narrow_call
 from attnlib.kernels.common.signature import Signature, mean_keys
 from attnlib.kernels.common.tiles import tile_width
-from attnlib.kernels.hopper.configs import M128N128, M256N64, HopperConfig, hopper_config
+from attnlib.kernels.hopper.configs import M128N128, M192N128, M256N64, HopperConfig, hopper_config
 from attnlib.kernels.hopper.launch import prepare
 from attnlib.params import Params
 
 __all__ = ["configuration", "forward", "unsupported"]
+
+EARLY = replace(M192N128, late_wait=False, pin=True)
+"""Instead of `M192N128`, whose late wait pays where shifts are kept."""
 
 
 def unsupported(q: torch.Tensor) -> str | None:
@@ -31,7 +34,9 @@ def configuration(call: Signature, narrow: Narrow) -> HopperConfig:
     config = hopper_config(tile_width(call.head_dim), S_q, B * H, sms, S_k, seen)  # in one part
     if narrow.rows is not None and narrow.rows < S_q and narrow.rows % (64 * config.warpgroups):
         config = M128N128 if narrow.rows % (64 * M256N64.warpgroups) else M256N64
-    return replace(config, q_columns=min(config.q_columns, narrow.columns))
+    config = EARLY if config == M192N128 else config
+    # With kept shifts words would spill.
+    return replace(config, q_columns=min(config.q_columns, narrow.columns), keep_shift=False)
 
 
 def forward(grouped: Grouped, v: torch.Tensor, params: Params) -> torch.Tensor:

@@ -139,7 +139,6 @@ class NarrowPlan(ForwardPlan):
     keys_by_rows: bool
 
     own_keys = property(lambda self: self.keys_by_rows)
-    keep_shift = gl.constexpr(False)  # words would spill
 
 
 @dataclass(frozen=True)
