@@ -88,11 +88,11 @@ CASES = with_more(
     ],
 )
 HGMMA = {"64": 64, "64 M192N128": 72, "64 M128N128": 48, "128": 64, "256": 80, "80": 78, "96": 84, "192": 80}
-HGMMA |= {"64/64": 72, "128/64": 96, "192/64": 120, "256/64": 80}
+HGMMA |= {"64/64": 72, "128/64": 72, "192/64": 96, "256/64": 80}
 HGMMA |= {"64/128": 48, "128/128": 64, "192/128": 80, "256/128": 80}
 HGMMA |= {"64/256": 32, "128/256": 48, "192/256": 64, "256/256": 80}
 """Products in the code of all consumers: first block, loop, last values."""
-SPILLS = dict.fromkeys(product(("256", "192/64"), ("varlen, all, LSE",)), 2)
+SPILLS = dict.fromkeys(product(("256",), ("varlen, all, LSE",)), 2)
 SPILLS |= dict.fromkeys(product(("64 M192N128", "64/64"), ("causal", "dense")), 2)
 SPILLS |= dict.fromkeys([("128", "idle, tail, LSE"), ("192/128", "causal, LSE")], 2)
 SPILLS |= dict.fromkeys(product(("256",), ("causal", "causal, LSE", "idle, tail, LSE")), 4)

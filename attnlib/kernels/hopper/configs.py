@@ -161,15 +161,14 @@ _PACE = {M256N64: (559, 80), M192N128: (583, 205), M128N128: (512, 175)}
 numbers from a range around these `busiest` finds the fastest tile for all 46 shapes that were measured."""
 
 
-_M192N64 = 64, 3, 4, 64  # keys, warpgroups, stages, columns of the output's buffer
-_THREE = {
-    "late_wait": True, "pin": True, "joint": True, "keep_shift": True, "consumer_registers": 160,
-    "producer_registers": 32, "max_registers": 128, "diagonal_bytes": 8 << 20, "last_waves": 4.0,
+_M192N64 = {
+    "block_n": 64, "warpgroups": 3, "stages": 4, "o_columns": 64, "late_wait": True, "pin": True, "joint": True, "keep_shift": True,
+    "consumer_registers": 160, "producer_registers": 32, "max_registers": 128, "diagonal_bytes": 8 << 20, "last_waves": 4.0,
 }  # fmt: skip
 # Faster than tiles padded to the next power of two at every shape of figures/data/nvidia-h200/head_dims.json.
 SPLIT = {
-    80: SplitConfig(*_M192N64, **_THREE, columns=(64, 16)),
-    96: SplitConfig(*_M192N64, **_THREE, columns=(64, 32)),
+    80: SplitConfig(**_M192N64, columns=(64, 16)),
+    96: SplitConfig(**_M192N64, columns=(64, 32)),
     192: SplitConfig(64, 2, 2, 128, 128, named=True, keep_shift=True, **_UNEVEN, columns=(128, 64)),
 }
 """Width of a tile in two parts -> its configuration. A head dimension takes the smallest of these widths that
@@ -184,16 +183,15 @@ def _own(columns: int | tuple[int, int], value_columns: int, config: HopperConfi
     return ValuesConfig(**of, query_columns=parts, value_columns=value_columns)
 
 
-# 64/128, 64/256 and 192/128 were measured beside others (docs/lab/hopper.md); the rest are like those of as
-# wide values, as far as there are registers and shared memory.
-_FEW_SLOTS = replace(M192N128, stages=2, late_wait=False, pin=True, keep_shift=False)
+# All but 64/64, 128/128 and 256/256 were measured beside others (docs/lab/hopper.md).
+_FEW_SLOTS = HopperConfig(**_M192N64 | {"stages": 2})
 _ALL_LOADED = replace(_WARP_SPECIALIZED[256], q_columns=0)
 OWN_VALUES = {
     (64, 64): _own(64, 64, M192N128),
     (128, 64): _own(128, 64, _FEW_SLOTS),
     (192, 64): _own((128, 64), 64, _FEW_SLOTS),
-    (256, 64): _own(256, 64, _WARP_SPECIALIZED[256]),
-    (64, 128): _own(64, 128, HopperConfig(*_M192N64, **_THREE)),
+    (256, 64): _own(256, 64, _ALL_LOADED),
+    (64, 128): _own(64, 128, HopperConfig(**_M192N64)),
     (128, 128): _own(128, 128, _WARP_SPECIALIZED[128]),
     (192, 128): _own((128, 64), 128, replace(_WARP_SPECIALIZED[128], q_columns=0, o_columns=64)),
     (256, 128): _own(256, 128, _WARP_SPECIALIZED[256]),
