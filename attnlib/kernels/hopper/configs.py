@@ -162,8 +162,9 @@ numbers from a range around these `busiest` finds the fastest tile for all 46 sh
 
 
 _M192N64 = {
-    "block_n": 64, "warpgroups": 3, "stages": 4, "o_columns": 64, "late_wait": True, "pin": True, "joint": True, "keep_shift": True,
-    "consumer_registers": 160, "producer_registers": 32, "max_registers": 128, "diagonal_bytes": 8 << 20, "last_waves": 4.0,
+    "block_n": 64, "warpgroups": 3, "stages": 4, "o_columns": 64, "late_wait": True, "pin": True,
+    "joint": True, "keep_shift": True, "consumer_registers": 160, "producer_registers": 32,
+    "max_registers": 128, "diagonal_bytes": 8 << 20, "last_waves": 4.0,
 }  # fmt: skip
 # Faster than tiles padded to the next power of two at every shape of figures/data/nvidia-h200/head_dims.json.
 SPLIT = {
