@@ -16,7 +16,6 @@ from attnlib.bench.setting import Setting
 from attnlib.bench.shapes import Shape
 from attnlib.bench.verdict import judge
 from attnlib.kernels.hopper import configs_backward
-from attnlib.kernels.hopper.configs import SPLIT
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU")
 SMALL = [Shape(1, 1, 70, 72, False), Shape(1, 1, 70, 112, False)]
@@ -30,9 +29,8 @@ def calls_are(monkeypatch, shapes: list[Shape]) -> None:
 @pytest.fixture
 def small(gpu, monkeypatch):
     calls_are(monkeypatch, SMALL)
-    monkeypatch.setattr(time_head_dims, "compile_all", lambda calls, tune: None)
-    for name in ("ROUNDS", "SWEEP"):
-        monkeypatch.setattr(time_head_dims, name, Setting("small", 2, 0, 0, 1))
+    monkeypatch.setattr(time_head_dims, "compile_all", lambda calls: None)
+    monkeypatch.setattr(time_head_dims, "ROUNDS", Setting("small", 2, 0, 0, 1))
     monkeypatch.setattr(time_head_dims, "ours", good)
 
 
@@ -82,13 +80,6 @@ def test_a_wrong_gradient_is_said(small, tmp_path, monkeypatch, capsys):
     assert "attnlib: wrong" in capsys.readouterr().out
 
 
-def test_backward_candidates_are_configurations_of_their_head_dimension():
-    for width, config in configs_backward.SPLIT.items():
-        found = time_head_dims.tuned_backward(Shape(1, 1, 64, width))
-        assert sum(name.endswith("*") for name in found) >= 1 and len(found) >= 3 + config.held
-    assert any(name.startswith("64 + 32") for name in time_head_dims.tuned_backward(Shape(1, 1, 64, 72)))
-
-
 def test_gradients_in_order_are_timed_at_each_width_that_has_a_kernel():
     def width(head_dim: int) -> int:
         return configs_backward.hopper_backward_config(head_dim, deterministic=True).width(head_dim)
@@ -96,15 +87,7 @@ def test_gradients_in_order_are_timed_at_each_width_that_has_a_kernel():
     shapes = time_head_dims.TOKENS
     assert {width(shape.head_dim) for shape in shapes} == {width(d) for d in range(8, 257, 8)}
     for shape in shapes:
-        assert shape.batch * shape.seqlen == 16384 and len(time_head_dims.tuned_in_order(shape)) >= 4
-
-
-def test_candidates_are_configurations_of_their_head_dimension():
-    for shape in time_head_dims.SHAPES:
-        if shape.head_dim not in (72, 112):
-            assert len(time_head_dims.tuned(shape)) > 4
-    names = [name for width in SPLIT for name in time_head_dims.tuned(Shape(1, 1, 64, width))]
-    assert sum(name.endswith("*") for name in names) == len(SPLIT) + 1  # that of 96 columns holds 80, too
+        assert shape.batch * shape.seqlen == 16384
 
 
 def test_values_of_another_width(small, tmp_path, monkeypatch, capsys):
@@ -122,11 +105,3 @@ def test_values_of_another_width(small, tmp_path, monkeypatch, capsys):
         row = table.one(shape, impl="padded")
         assert row["status"] == "ok" and row["head_dim_v"] == 40
         assert row["tflops"] == pytest.approx(70 * 70 * flops / row["ms"] * 1e-9)
-
-
-def test_candidates_for_values_are_configurations_of_their_pair():
-    for shape in time_head_dims.VALUES:
-        assert len(time_head_dims.tuned_values(shape)) >= 4
-        names = time_head_dims.tuned_values_backward(shape)
-        pair = shape.head_dim, shape.value_dim
-        assert ("64 keys, held 0" in names) == (pair == (192, 128))

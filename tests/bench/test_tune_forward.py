@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import tune_backward
@@ -24,7 +26,7 @@ def run(gpu, monkeypatch, capsys):  # noqa: F811
         def call(config):
             if config.stages == 3:
                 raise RuntimeError("out of memory")
-            return good(q, k, v, True, cell.shape.head_dim**-0.5) * (1.5 if config.stages == 4 else 1.0)
+            return good(q, k, v, True, cell.shape.head_dim**-0.5) * (1.5 if config.stages == 8 else 1.0)
 
         return {name: (lambda config=config: call(config)) for name, config in forms.items()}
 
@@ -52,11 +54,22 @@ def test_right_forms_have_times(run):
 
 
 def test_a_wrong_form_has_none(run):
-    status, told = run("--vary", "stages=2,3,4")
-    assert status == 1 and "WRONG 96-causal-40 stages=4: " in told
+    status, told = run("--vary", "stages=2,3,8")
+    assert status == 1 and "WRONG 96-causal-40 stages=8: " in told
     assert "WRONG 96-causal-40 stages=3: " in told and "out of memory" in told
     tables = told.split("Behind the times")[1]
-    assert "stages=2 " in tables and "stages=4 " not in tables and "stages=3 " not in tables
+    assert "stages=2 " in tables and "stages=8 " not in tables and "stages=3 " not in tables
+
+
+def test_a_peer_that_refuses_is_left_out(run, monkeypatch):
+    def refuse(*tensors):
+        raise RuntimeError("V headdim is different")
+
+    refusing = dataclasses.replace(peers.fa3(None), available=lambda: None, make=lambda *call: refuse)
+    monkeypatch.setattr(peers, "fa3", lambda window: refusing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    status, told = run("--vary", "q_columns=64")
+    assert status == 0 and "V headdim is different" in told and told.count("3.000 ms") == 2 * 2, told
 
 
 def test_varlen_sequences_are_refused(run, capsys):

@@ -273,7 +273,7 @@ def test_one_launch_that_is_seen(head_dim):
         found = timing.resources(kernels)
         config = hopper.configuration(q, k, v, Params(mask_window(True, None), head_dim**-0.5))
         assert found["registers"] == config.max_registers
-        assert found["spills"] <= (2 if head_dim == 256 else 0)  # once a tile
+        assert found["spills"] <= (4 if head_dim == 256 else 0)  # once a tile
 
 
 @DIMS

@@ -57,7 +57,7 @@ TILES: dict[int, dict[str, HopperConfig]] = {
     64: {"M256N64": M256N64, "M192N128": M192N128, "M128N128": M128N128},
     128: {"M128N128": hopper_config(128)},
     256: {"M128N64": hopper_config(256)},
-    96: {"M128N128": hopper_config(96)},
+    96: {"M192N64": hopper_config(96)},
     192: {"M128N64": hopper_config(192)},
     80: {"M192N64": hopper_config(80)},
 }

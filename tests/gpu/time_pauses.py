@@ -1,6 +1,6 @@
 """Time how often a warpgroup of the Hopper backward pass pauses between its additions to dQ, on this GPU.
 
-    ATTNLIB_FA3=... python tests/gpu/time_pauses.py    not run yet; figures/data/<gpu>/pauses.json
+    ATTNLIB_FA3=... python tests/gpu/time_pauses.py    some 40 s; figures/data/<gpu>/pauses.json
 
 Table `pauses`: calls of chapter 19's plane, 4096 tokens, bfloat16, shuffled rounds with cold L2. Forms: what
 calls get, and the same without pauses ("0"), with one after each addition of a thread ("1"), after every
