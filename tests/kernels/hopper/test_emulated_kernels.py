@@ -47,6 +47,7 @@ def test_backward(call: Call, order: str) -> None:
 # ---------------------------------------------------------------- what a call may ask for
 
 PLAIN = HopperConfig(64, 2, 2, 64)
+UNEVEN = replace(PLAIN, diagonal_bytes=1, last_waves=0.04)  # one head, one, one, three
 
 
 def kept(config: HopperConfig) -> HopperConfig:
@@ -64,6 +65,7 @@ FORWARD = {
     "one key": Call(64, 2, 1, 200, 1),
     "rows that see nothing": Call(128, 1, 1, 300, 100),
     "many tiles": Call(64, 6, 2, 300, 150),
+    "a large last section": Call(64, 6, 6, 200, 200, config=UNEVEN),
     "a head dimension between the widths": Call(40, 2, 1, 150, 170),
     "a head dimension of 200": Call(200, 1, 1, 100, 150),
     "80 columns, many tiles": Call(80, 6, 2, 300, 150),

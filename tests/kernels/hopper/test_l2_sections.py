@@ -1,13 +1,18 @@
-"""Sections of key heads: how evenly a backward pass is divided among SMs, in a model without a cache."""
+"""Sections of heads: how evenly a pass is divided among SMs, in a model without a cache."""
 
 import heapq
 import random
 
 import pytest
+import torch
 
 from attnlib import S2Pattern
-from attnlib.kernels.common import l2_sections
+from attnlib.kernels.common import device, l2_sections
+from attnlib.kernels.common.signature import Signature
+from attnlib.kernels.hopper import launch
+from attnlib.kernels.hopper.configs import SPLIT, HopperConfig, hopper_config
 from attnlib.kernels.hopper.configs_backward import hopper_backward_config
+from attnlib.params import MaskWindow
 
 
 def busiest_over_mean(heads: int, group: int, length: int, section: int) -> float:
@@ -87,3 +92,69 @@ def test_long_columns_do_not_come_last(seqlen: int, without: float) -> None:
 @pytest.mark.parametrize(("group", "section"), [(1, 4), (4, 1), (8, 1)])
 def test_at_256_columns_all_query_heads_of_a_group_count(group: int, section: int) -> None:
     assert hopper_backward_config(256).heads_per_section(64, group, 64, 2048, 256) == section
+
+
+# ---------------------------------------------------------------- forward
+
+
+CAUSAL = MaskWindow(None, 0)
+
+
+def numbers_of(
+    config: HopperConfig, D: int, heads: int, length: int, heads_kv: int | None = None,
+    window: MaskWindow = CAUSAL,
+) -> dict:  # fmt: skip
+    """What the launcher tells the kernel."""
+    shapes = (1, heads, length, D), (1, heads_kv or heads, length, D)
+    call = Signature(*shapes, (), torch.float16, 0, window, 0.1, None, False, config)
+    return launch.shared_out(call, config.width(D))[1]
+
+
+def forward_over_mean(config: HopperConfig, numbers: dict) -> float:
+    """Of causal tiles in that order; a tile costs its blocks of keys and as much as 192 keys more."""
+    sms, rows, total = [0.0] * l2_sections.SMS, 64 * config.warpgroups, 0.0
+    heads, first = numbers["HEADS"], 0
+    last = heads if numbers["LAST"] is None else numbers["LAST"]
+    while first < heads:
+        together = heads - first if first >= last else min(numbers["SECTION"], heads - first)
+        for row in reversed(range(0, numbers["S_q"], rows)):
+            steps = -(-min(row + rows, numbers["S_k"]) // config.block_n) + 192 / config.block_n
+            total += together * steps
+            for _ in range(together):
+                heapq.heapreplace(sms, sms[0] + steps)
+        first += together
+    return max(sms) / (total / l2_sections.SMS)
+
+
+@pytest.fixture
+def sms(monkeypatch) -> None:
+    monkeypatch.setattr(device, "num_sms", lambda index: l2_sections.SMS)
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "length"), [
+    (192, 32, 3000), (192, 64, 2048), (256, 40, 3000), (256, 128, 1024), (80, 16, 16384), (96, 32, 4000),
+])  # fmt: skip
+def test_tiles_under_a_diagonal_end_together(sms, head_dim: int, heads: int, length: int) -> None:
+    config = hopper_config(head_dim)
+    numbers = numbers_of(config, head_dim, heads, length)
+    assert 0 <= numbers["LAST"] < heads and numbers["LAST"] % numbers["SECTION"] == 0
+    assert forward_over_mean(config, numbers) < 1.05
+    if (head_dim, length) == (192, 3000):  # so this can fail
+        assert forward_over_mean(config, numbers | {"LAST": None}) > 1.09
+
+
+def test_other_tiles_have_equal_sections(sms) -> None:
+    config = hopper_config(192)
+    for window in MaskWindow(None, None), MaskWindow(1023, 0):
+        numbers = numbers_of(config, 192, 32, 4096, window=window)
+        assert numbers["LAST"] is None
+        assert numbers["SECTION"] == config.heads_per_section(32, 1, 4096, 192)
+    assert numbers_of(hopper_config(64), 64, 32, 4096)["LAST"] is None
+
+
+def test_sections_of_grouped_heads_are_those_of_the_other_calls(sms) -> None:
+    config = SPLIT[192]
+    grouped = numbers_of(config, 192, 64, 4096, heads_kv=16)
+    assert grouped["SECTION"] == config.heads_per_section(64, 4, 4096, 192) and grouped["LAST"] is not None
+    alone = numbers_of(config, 192, 64, 4096)
+    assert alone["SECTION"] == config.heads_per_section(64, 1, 4096, 192) // 2
