@@ -35,7 +35,6 @@ FA3_COLUMNS = 64, 96, 128, 192, 256
 """Columns that FlashAttention-3's kernels compute with."""
 UNKNOWN = "unknown"
 KNOWN = {
-    ("forward", 96, None): UNKNOWN,
     ("backward", 96, None): "inferred: one of two parts of K and V in registers, not both",
     ("backward", 128, None): UNKNOWN,
     ("backward", 128, "dense"): f"{UNKNOWN}; it is not the wait for Q",

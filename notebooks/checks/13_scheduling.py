@@ -66,6 +66,22 @@ def check_bad_for_early(bad_for_early):
         )
 
 
+def check_order(order):
+    """Each number of launches with one section, equal ones, and a large last one."""
+    cases = (3, 4, 4, 0), (5, 6, 2, 4), (4, 7, 1, 3), (1, 9, 2, 4), (6, 8, 2, 0)
+    for blocks, heads, section, last in cases:
+        want, first = [], 0
+        while first < heads:
+            together = heads - first if first >= last else section
+            want += [(block, first + head) for block in range(blocks) for head in range(together)]
+            first += together
+        got = [tuple(job) for job in order(blocks, heads, section, last).tolist()]
+        case = f"{blocks} blocks, {heads} heads, sections of {section}, the last one from head {last} on"
+        assert len(got) == len(want), f"{case}: expected {len(want)} jobs, got {len(got)}"
+        for number, (mine, right) in enumerate(zip(got, want, strict=True)):
+            assert mine == right, f"{case}: number {number}: expected (block, head) {right}, got {mine}"
+
+
 def check_owned_attention(owned_attention):
     """Right in each order, with several jobs for a program, and Q is released before O begins to leave."""
     with watched() as partitions:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -41,6 +42,24 @@ def bad_for_early(workers):
     to the next, where a short job is followed by a long one.
     """
     return [10.0] + [1.0] * (2 * workers - 2) + [10.0]
+
+
+@triton.jit
+def order_kernel(jobs_ptr, blocks, HEADS, SECTION, LAST):
+    """Heads before a section have `blocks` jobs each; what is left is counted across its own."""
+    number = tl.program_id(0)
+    first = tl.minimum(number // (blocks * SECTION) * SECTION, LAST)
+    heads = tl.where(first == LAST, HEADS - LAST, SECTION)
+    rest = number - first * blocks
+    tl.store(jobs_ptr + 2 * number, rest // heads)
+    tl.store(jobs_ptr + 2 * number + 1, first + rest % heads)
+
+
+def order(blocks, heads, section, last):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    jobs = torch.full((blocks * heads, 2), -1, dtype=torch.int32, device=device)
+    order_kernel[(len(jobs),)](jobs, blocks, heads, section, last)
+    return jobs
 
 
 class OwnedStorage(NamedTuple):  # thirteen.SharedStorage without what draws jobs

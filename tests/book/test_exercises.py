@@ -107,6 +107,9 @@ PLANTED = {
         ("early_attention", "start_scores(mem, i + 1, W", "start_scores(mem, i, W", "Race|Deadlock"),
     ),
     "13_scheduling": (
+        ("order", "first == LAST, HEADS - LAST", "first == LAST, SECTION", "expected .block, head."),
+        ("order", "* SECTION, LAST)", "* SECTION, HEADS)", "expected .block, head."),
+        ("order", "number - first * blocks", "number - first", "expected .block, head."),
         ("owned_attention", STORE_WAIT, "", "overwrites o"),
         ("owned_attention", "turn + 1\n    tma.store_wait(0)\n", "turn + 1\n", "has not waited"),
         ("owned_attention", Q_IS_READ, "", "Deadlock"),
