@@ -1,62 +1,83 @@
-"""What tests/gpu/tune_sparse.py judges and times on a GPU: every form is right on the CPU, and a wrong one is
-named."""
+"""tests/gpu/tune_sparse.py without a GPU: forms run in the emulator, and a wrong one has no time."""
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
+import tune_backward
 import tune_sparse
 from cases import INTERPRETER_REMARKS
 from emulated import on_the_cpu
+from timed_cpu import gpu  # noqa: F401  (a fixture)
 
-pytestmark = INTERPRETER_REMARKS
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setattr(tune_sparse, "DEVICE", "cpu")
-    monkeypatch.setattr(tune_sparse, "JUDGED", 256)
-    monkeypatch.setattr(tune_sparse, "HEADS", 2)
+pytestmark = [
+    *INTERPRETER_REMARKS,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU in the place of the GPU"),
+]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("group", tune_sparse.GROUPS)
-def test_forms_are_judged(head_dim, group, monkeypatch):
-    monkeypatch.setattr(tune_sparse, "KINDS", ("rising",))
-    names = tune_sparse.names_of(head_dim, group)
-    assert names[0] == tune_sparse.CHOSEN and len(names) > 1
-    with on_the_cpu():
-        for name in names[1:3]:
-            assert list(tune_sparse.wrong(head_dim, group, name)) == []
+@pytest.fixture
+def run(gpu, monkeypatch, capsys):  # noqa: F811
+    """Runs the script with few, short heads; times are made up."""
+    monkeypatch.setattr(tune_backward, "DEVICE", "cpu")
+    for name, number in {"JUDGED": 256, "HEADS": 2, "TOKENS": 512, "KINDS": ("rising",)}.items():
+        monkeypatch.setattr(tune_sparse, name, number)
+    monkeypatch.setattr(tune_sparse, "side_by_side", lambda function, jobs: [])
+    monkeypatch.setattr(
+        tune_backward, "times",
+        lambda calls, rounds: {form: [4.0 if form == "dense" else 2.0] for form in calls},
+    )  # fmt: skip
+
+    def main(*options):
+        with on_the_cpu():
+            status = tune_sparse.main(options)
+        return status, capsys.readouterr().out
+
+    return main
 
 
-def test_what_is_compared():
-    """Two buffers for Q under blocks; kept shifts with bits, under a soft cap, and with sinks."""
-    for head_dim, group in product((64, 128), tune_sparse.GROUPS):
-        q = torch.zeros(1, 2, 256, head_dim, dtype=torch.float16)
-        mask = tune_sparse.mask_of(tune_sparse.GROUPS[group][0], 256)
-        chosen = tune_sparse.params_of(q, mask, tune_sparse.score_of(group, q)).config
-        found = tune_sparse.forms(head_dim, group, chosen)
-        if group == "blocks":
-            two = [config for name, config in found.items() if name.startswith("two Q")]
-            assert len(two) == 2 * (head_dim == 128)
-            assert all(config.q_buffers == 2 and config.keep_shift for config in two)
-            assert chosen.q_buffers == head_dim // 64 and chosen not in list(found.values())[1:]
-        else:
-            assert chosen.keep_shift and not found["not kept"].keep_shift
+@pytest.mark.parametrize("cell", ["64-25", "128-50"])
+def test_of_random_blocks_the_ideal_is_told(run, cell):
+    """The dense kernel's 4 ms, times the part that is kept."""
+    status, told = run(cell, "--vary", "l2_bytes=8M")
+    assert status == 0 and "the ideal's or the default's over a form's" in told, told
+    part = float(cell.partition("-")[2]) / 100
+    rows = [line for line in told.split("over a form's")[1].splitlines() if "2.000 ms" in line]
+    forms = [line for line in rows if "ideal" not in line]
+    assert len(forms) == 2 and all(f"{2 * part:.3f} (" in line for line in forms), told
 
 
-def test_a_wrong_form_is_named(monkeypatch):
+@pytest.mark.parametrize("cell", ["64-documents", "128-window", "64-softcap", "128-sinks"])
+def test_others_stand_beside_the_default(run, cell):
+    status, told = run(cell, "--vary", "keep_shift=0")
+    assert status == 0 and f"{cell}: best default" in told and "keep_shift=False" in told, told
+
+
+def test_a_wrong_form_has_none(run, monkeypatch):
     right = tune_sparse.hopper.forward
 
-    def doubled(*args):
-        out, lse = right(*args)
-        return out * 2, lse
+    def forward(q, k, v, params):
+        out, lse = right(q, k, v, params)
+        return out * (2 if params.config.l2_bytes == 8 << 20 else 1), lse
 
-    monkeypatch.setattr(tune_sparse.hopper, "forward", doubled)
-    monkeypatch.setattr(tune_sparse, "KINDS", ("normal",))
-    with on_the_cpu():
-        said = list(tune_sparse.wrong(64, "blocks", "apart"))
-    assert [line.partition(": ")[0] for line in said] == ["half, normal", "one block, normal"]
+    monkeypatch.setattr(tune_sparse.hopper, "forward", forward)
+    status, told = run("64-causal", "--vary", "l2_bytes=8M")
+    assert status == 1 and "WRONG 64-causal l2_bytes=8388608: rising: " in told
+    assert told.count("2.000 ms") == 2
+
+
+@pytest.mark.parametrize(("cell", "said"), [
+    ("96-25", "expected 64 or 128 and what is asked for, such as 64-25, got 96-25"),
+    ("64-all", "expected a percentage or one of causal, documents, window, softcap, sinks, got 64-all"),
+    ("64-0", "expected more than 0 and at most 100 percent, got 64-0"),
+])  # fmt: skip
+def test_a_wrong_cell_is_named(run, cell, said, capsys):
+    with pytest.raises(SystemExit):
+        tune_sparse.main([cell])
+    assert said in capsys.readouterr().err
+
+
+def test_pairs_are_counted(monkeypatch):
+    monkeypatch.setattr(tune_backward, "DEVICE", "cpu")
+    for name in tune_sparse.MASKS:
+        assert tune_sparse.mask_of(name, 2304).to_dense().sum() == tune_sparse.pairs_of(name, 2304)

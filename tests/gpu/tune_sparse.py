@@ -1,210 +1,211 @@
-"""Judge and time forms of the Hopper forward kernel under a block mask: two buffers for the queries, kept
-shifts where steps carry bits or scores change, and consumers that leave out steps with bits.
+"""Judge and time forms of the Hopper forward pass under a block mask on this GPU, beside the ideal.
 
-    python tests/gpu/tune_sparse.py                  D = 64 and 128, some 90 s
-    python tests/gpu/tune_sparse.py --dims 64        one head dimension alone
-    python tests/gpu/tune_sparse.py --groups blocks  random blocks alone
+    python tests/gpu/tune_sparse.py 64-50 64-25 128-3.125 --vary late_wait=0,1 --vary pin=0,1
+    python tests/gpu/tune_sparse.py 128-causal 128-documents --vary block_n=64 --vary leaves_out=0,1
 
-Tables on the screen, no record. First, processes side by side compile. Then each form is judged against fp64
-where a program has several tiles: for normal inputs, large ones, and scores that rise from block to block.
-Last, fp16, 16384 tokens, shuffled rounds, cold L2: random blocks at 50 to 0.8%, a causal mask, documents and
-a window, which have bits, and a soft cap and sinks under the causal mask. Milliseconds, for blocks the
-percent of ideal (the dense kernel's time times the part that is kept), and speed over the form that a call
-gets. A form that was wrong is not timed.
-Status 0 when all were right, 1 otherwise, 2 without a Hopper GPU.
+A cell is D-WHAT: the percent of random blocks of 128 keys that are kept, or causal, documents or window (all
+of them have bits), or soft cap or sinks (under a causal mask). fp16, 16384 tokens. Forms: "default", what a
+call gets, and that with each combination of the values of `--vary`, for fields of its configuration
+(`kernels.sparse.configs_hopper`); combinations that it refuses are told and left out.
+
+First, processes side by side compile. Then each form is judged against fp64 where a program has several
+tiles: for normal inputs, large ones, and scores that rise from block to block. Nothing wrong is timed. Last,
+shuffled rounds with cold L2. Tables as those of `tune_backward.py`: each form's time, and over it, of random
+blocks the ideal, the dense kernel's time times the part that is kept, else the default's. Status 0 when all
+were right, 1 otherwise, 2 without a Hopper GPU. docs/lab/sparse.md has what came of such runs.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from triton.runtime.errors import OutOfResources
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
-from time_sparse import KEPT, TOKENS, causal, documents, inputs_of, kept_blocks, scores_of, times  # noqa: E402
+import tune_backward  # noqa: E402
+from time_sparse import TOKENS, causal, documents, inputs_of, kept_blocks, scores_of  # noqa: E402
+from tune_backward import side_by_side  # noqa: E402
+from tuned_forms import failure, forms_asked_for, judge, parser_of, table_of, tell  # noqa: E402
 
 from attnlib import BlockMask, attention  # noqa: E402
 from attnlib.bench.oracle import Oracle  # noqa: E402
 from attnlib.kernels.sparse import hopper  # noqa: E402
-from attnlib.kernels.sparse.configs_hopper import HopperSparseConfig, hopper_sparse_config  # noqa: E402
+from attnlib.kernels.sparse.configs_hopper import HopperSparseConfig  # noqa: E402
 from attnlib.params import MaskWindow, Params  # noqa: E402
 from attnlib.scores import ScoreParts, parts_of  # noqa: E402
 
-DEVICE = "cuda"
-CHOSEN = "chosen"
 JUDGED, HEADS = 1024, 96
 """Tokens and heads: 768 tiles, which are three for each pair of consumers at D = 64 and six at D = 128."""
 KINDS = "normal", "large", "rising"
-GROUPS = {
-    "blocks": ("half", "one block"), "bits": ("causal", "documents", "window"),
-    "soft cap": ("causal",), "sinks": ("causal",),
-}  # fmt: skip
-"""What is compared -> the masks under which it is judged. Those of functions are timed, too."""
+WINDOW = 512
+MASKS = "causal", "documents", "window"
+SCORES = "soft cap", "sinks"
+DENSE, IDEAL = "dense", "ideal"
+
+Tensor = torch.Tensor
+Forms = dict[str, HopperSparseConfig]
 
 
-def forms(head_dim: int, group: str, chosen: HopperSparseConfig) -> dict[str, HopperSparseConfig]:
-    """Forms by name; chosen: that of a call."""
-    if group != "blocks":
-        found = {CHOSEN: chosen, "not kept": replace(chosen, keep_shift=False)}
-        if group == "bits":
-            fine = hopper_sparse_config(head_dim, coarse=False, keep=True, short=True)
-            found["steps of 64"] = replace(fine, leaves_out=False)
-            found["ends left out"] = replace(fine, leaves_out=True)
-        return found
-    kept = hopper_sparse_config(head_dim, keep=True)
-    if head_dim == 64:
-        found = {"apart": replace(kept, joint=False), "sections of 8 MB": replace(kept, l2_bytes=8 << 20)}
-    else:
-        fine = hopper_sparse_config(head_dim, coarse=False, keep=True)
-        two = replace(fine, q_buffers=2)
-        found = {
-            "steps of 64": fine, "steps of 128": kept, "two Q": two, "two Q, joint": replace(two, joint=True),
-            "two Q, of 128": replace(kept, q_buffers=2),
-        }  # fmt: skip
-    return {CHOSEN: chosen} | {name: config for name, config in found.items() if config != chosen}
+class Cell(NamedTuple):
+    """part: of the blocks that are kept, None where a mask or a score is asked for."""
+
+    head_dim: int
+    part: float | None
+    mask: str
+    score: str | None
+
+    def over(self, q: Tensor) -> BlockMask:
+        """The mask that is timed."""
+        heads, tokens = q.shape[1:3]
+        return mask_of(self.mask, tokens) if self.part is None else random_blocks(heads, tokens, self.part)
+
+    def judged(self) -> list[BlockMask]:
+        """Masks of 1024 tokens that forms are judged under."""
+        if self.part is None:
+            return [mask_of(self.mask, JUDGED)]
+        return [random_blocks(HEADS, JUDGED, part) for part in (1 / 2, 128 / JUDGED)]
 
 
-def inputs(head_dim: int, kind: str) -> list[torch.Tensor]:
-    """q, k, v that are judged; rising: scores grow by 16 powers of e from a block of 64 keys to the next."""
-    rng = torch.Generator(DEVICE).manual_seed(0)
-    q, k, v = (torch.randn(1, HEADS, JUDGED, head_dim, generator=rng, device=DEVICE) for _ in range(3))
-    if kind == "large":
-        q *= 12
-    if kind == "rising":
-        q[..., 0] = head_dim**0.5
-        k[..., 0] = 16.0 * (torch.arange(JUDGED, device=DEVICE) // 64)
-    return [x.half() for x in (q, k, v)]
+def cell_of(name: str) -> Cell:
+    """ValueError for a name that has no such form."""
+    columns, _, what = name.partition("-")
+    what = what.replace("softcap", "soft cap")
+    if columns not in ("64", "128"):
+        raise ValueError(f"cells: expected 64 or 128 and what is asked for, such as 64-25, got {name}")
+    if what in MASKS or what in SCORES:
+        mask, score = (what, None) if what in MASKS else ("causal", what)
+        return Cell(int(columns), None, mask, score)
+    try:
+        part = float(what) / 100
+    except ValueError:
+        known = ", ".join((*MASKS, "softcap", "sinks"))
+        raise ValueError(f"cells: expected a percentage or one of {known}, got {name}") from None
+    if not 0 < part <= 1:
+        raise ValueError(f"cells: expected more than 0 and at most 100 percent, got {name}")
+    return Cell(int(columns), part, "", None)
+
+
+# ---------------------------------------------------------------- calls
+
+
+def random_blocks(heads: int, tokens: int, part: float) -> BlockMask:
+    return BlockMask.from_blocks(kept_blocks(heads, tokens, part, tune_backward.DEVICE), tokens, tokens)
 
 
 def mask_of(name: str, tokens: int) -> BlockMask:
-    """Of `GROUPS`, for inputs that are judged or timed."""
-    if name in ("half", "one block"):
-        part = 1 / 2 if name == "half" else 128 / tokens
-        return BlockMask.from_blocks(kept_blocks(HEADS, tokens, part, DEVICE), tokens, tokens)
-    functions = {"causal": causal, "documents": documents(tokens, DEVICE), "window": window}
-    return BlockMask.from_function(functions[name], tokens, tokens, device=DEVICE)
+    device = tune_backward.DEVICE
+    functions = {"causal": causal, "documents": documents(tokens, device), "window": window}
+    return BlockMask.from_function(functions[name], tokens, tokens, device=device)
 
 
 def window(b, h, q, k):
-    return (q >= k) & (q - k < 512)
+    return (q >= k) & (q - k < WINDOW)
 
 
-def score_of(group: str, q: torch.Tensor) -> ScoreParts | None:
-    if group not in ("soft cap", "sinks"):
+def score_of(cell: Cell, q: Tensor) -> ScoreParts | None:
+    if cell.score is None:
         return None
-    return parts_of(scores_of(q.shape[1], q.shape[2], DEVICE)[group][0], q, q)
+    return parts_of(scores_of(q.shape[1], q.shape[2], tune_backward.DEVICE)[cell.score][0], q, q)
 
 
-def params_of(q: torch.Tensor, mask: BlockMask, score: ScoreParts | None) -> Params:
+def params_of(q: Tensor, mask: BlockMask, score: ScoreParts | None) -> Params:
     """With the form that a call gets."""
     params = Params(MaskWindow(None, None), q.shape[-1] ** -0.5, block_mask=mask, score=score)
     return params._replace(config=hopper.configuration(q, q, q, params))
 
 
-def wrong(head_dim: int, group: str, name: str) -> Iterator[str]:
-    """What is wrong with a form; nothing if it is right."""
-    for kind, mask_name in product(KINDS, GROUPS[group]):
-        q, k, v = inputs(head_dim, kind)
-        mask, score = mask_of(mask_name, JUDGED), score_of(group, q)
-        params = params_of(q, mask, score)
-        config = forms(head_dim, group, params.config).get(name, params.config)
-        out, _ = hopper.forward(q, k, v, params._replace(config=config))
-        found = Oracle(q, k, v, mask=mask.to_dense(), score=score).judge(out)
+def default_of(name: str) -> HopperSparseConfig:
+    cell = cell_of(name)
+    q = inputs_of(cell.head_dim, TOKENS, tune_backward.DEVICE)[0]
+    return params_of(q, cell.over(q), score_of(cell, q)).config
+
+
+def inputs(head_dim: int, kind: str) -> list[Tensor]:
+    """q, k, v that are judged; rising: scores grow by 16 powers of e from a block of 64 keys to the next."""
+    device = tune_backward.DEVICE
+    rng = torch.Generator(device).manual_seed(0)
+    q, k, v = (torch.randn(1, HEADS, JUDGED, head_dim, generator=rng, device=device) for _ in range(3))
+    if kind == "large":
+        q *= 12
+    if kind == "rising":
+        q[..., 0] = head_dim**0.5
+        k[..., 0] = 16.0 * (torch.arange(JUDGED, device=device) // 64)
+    return [x.half() for x in (q, k, v)]
+
+
+# ---------------------------------------------------------------- command
+
+
+def reason_of(cell: Cell, config: HopperSparseConfig) -> str:
+    """Why a form is wrong; empty when it is right."""
+    for kind, mask in product(KINDS, cell.judged()):
+        q, k, v = inputs(cell.head_dim, kind)
+        score = score_of(cell, q)
+        params = params_of(q, mask, score)._replace(config=config)
+        found = Oracle(q, k, v, mask=mask.to_dense(), score=score).judge(hopper.forward(q, k, v, params)[0])
         if not found.ok:
-            yield f"{mask_name}, {kind}: {found.reason}"
-
-
-def names_of(head_dim: int, group: str) -> list[str]:
-    """Of all forms: under some masks one of them is the chosen one."""
-    return list(forms(head_dim, group, replace(hopper_sparse_config(head_dim), stages=1)))
-
-
-def compile_one(head_dim: int, group: str, name: str) -> str:
-    """In a child: what it compiles stays in Triton's cache. Why it does not fit, or ""."""
-    q, k, v = inputs(head_dim, "normal")
-    params = params_of(q, mask_of(GROUPS[group][0], JUDGED), score_of(group, q))
-    config = forms(head_dim, group, params.config).get(name, params.config)
-    try:
-        hopper.forward(q, k, v, params._replace(config=config))
-    except OutOfResources as why:
-        return str(why)
-    torch.cuda.synchronize()
+            return f"{kind}: {found.reason}"
     return ""
 
 
-def compile_all(work: Sequence[tuple[int, str, str]]) -> list[str]:
-    children = min(len(work), len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(compile_one, *zip(*work, strict=True)))
+def compile_one(name: str, form: HopperSparseConfig) -> str:
+    """In a child: what it compiles stays in Triton's cache."""
+    cell = cell_of(name)
+    q, k, v = inputs(cell.head_dim, "normal")
+    params = params_of(q, cell.judged()[0], score_of(cell, q))._replace(config=form)
+    return failure(name, form, lambda: hopper.forward(q, k, v, params))
 
 
-def timed(head_dim: int, group: str, left_out: Collection[str], rounds: int) -> Iterator[str]:
-    """Lines of a table."""
-    q, k, v = inputs_of(head_dim, TOKENS, DEVICE)[:3]
-    score = score_of(group, q)
-    for label in KEPT if group == "blocks" else GROUPS[group]:
-        if group == "blocks":
-            mask = BlockMask.from_blocks(kept_blocks(q.shape[1], TOKENS, label, DEVICE), TOKENS, TOKENS)
-        else:
-            mask = mask_of(label, TOKENS)
-        params = params_of(q, mask, score)
-        own = {
-            name: params._replace(config=config)
-            for name, config in forms(head_dim, group, params.config).items()
-            if name not in left_out
-        }
-        calls = {name: lambda given=given: hopper.forward(q, k, v, given) for name, given in own.items()}
-        if group == "blocks":
-            calls["dense"] = lambda: attention(q, k, v)
-        found = times(calls, rounds)
-        dense, what = found.pop("dense", None), f"{100 * label:.1f}%" if group == "blocks" else label
-        for name, ms in found.items():
-            share = "" if dense is None else f"  {100 * dense * label / ms:5.1f}% of ideal"
-            over = f"  {found[CHOSEN] / ms:5.3f} x {CHOSEN}" if CHOSEN in found else ""
-            yield f"D{head_dim} {group:8} {what:9} {name:14} {ms:7.4f} ms{share}{over}"
+def pairs_of(mask: str, tokens: int) -> float:
+    """Queries and keys that see each other, of a head."""
+    whole, rest = divmod(tokens, 1000)
+    return {
+        "causal": tokens * (tokens + 1) / 2,
+        "documents": whole * 1000 * 1001 / 2 + rest * (rest + 1) / 2,
+        "window": WINDOW * (WINDOW + 1) / 2 + (tokens - WINDOW) * WINDOW,
+    }[mask]
+
+
+def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
+    """The lines of a cell, and what is wrong."""
+    cell = cell_of(name)
+    right = {form: partial(reason_of, cell, config) for form, config in forms.items()}
+    bad = judge(name, right, lambda reason: reason)
+    q, k, v = inputs_of(cell.head_dim, TOKENS, tune_backward.DEVICE)[:3]
+    mask, score = cell.over(q), score_of(cell, q)
+    params = params_of(q, mask, score)
+    own = {form: params._replace(config=forms[form]) for form in right}
+    calls = {form: lambda given=given: hopper.forward(q, k, v, given) for form, given in own.items()}
+    pairs = pairs_of(cell.mask, TOKENS) if cell.part is None else cell.part * TOKENS**2
+    if cell.part is not None:
+        calls[DENSE] = lambda: attention(q, k, v)
+    found = tune_backward.times(calls, rounds)
+    if cell.part is not None:
+        found[IDEAL] = [ms * cell.part for ms in found.pop(DENSE)]
+    return table_of(name, found, 4 * q.shape[1] * cell.head_dim * pairs, IDEAL), bad
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Judge and time forms of attention under block masks.")
-    parser.add_argument("--dims", type=int, nargs="+", choices=(64, 128), default=(64, 128))
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
-    parser.add_argument("--rounds", type=int, default=4, help="(default: %(default)s)")
+    parser = parser_of("Time forms of attention under block masks beside each other.", "D-WHAT")
     args, begin = parser.parse_args(argv), time.monotonic()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("needs a GPU of compute capability 9.x", file=sys.stderr)
         return 2
-    work = [(d, group, name) for d in args.dims for group in args.groups for name in names_of(d, group)]
-    refused = dict(zip(work, compile_all(work), strict=True))
-    print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
-    bad: dict[tuple[int, str], set[str]] = {}
-    for head_dim, group, name in work:
-        if refused[head_dim, group, name]:
-            print(f"left out: D{head_dim} {group} {name}: {refused[head_dim, group, name]}", flush=True)
-            bad.setdefault((head_dim, group), set()).add(name)
-            continue
-        for said in wrong(head_dim, group, name):
-            print(f"WRONG D{head_dim} {group} {name}: {said}", flush=True)
-            bad.setdefault((head_dim, group), set()).add(name)
-    judged = sum(len(KINDS) * len(GROUPS[group]) for _, group, _ in work)
-    forms_bad = sum(map(len, bad.values()))
-    print(f"judged: {judged}, wrong forms: {forms_bad}, {time.monotonic() - begin:.0f} s", flush=True)
-    for head_dim, group in product(args.dims, args.groups):
-        for line in timed(head_dim, group, bad.get((head_dim, group), ()), args.rounds):
-            print(line, flush=True)
-    print(f"{time.monotonic() - begin:.0f} s")
-    return int(bool(bad))
+    try:
+        forms = forms_asked_for(args, default_of)
+    except ValueError as error:
+        parser.error(str(error))
+    failed = side_by_side(compile_one, [(name, form) for name in forms for form in forms[name].values()])
+    print(f"compiled after {time.monotonic() - begin:.0f} s", *failed, sep="\n", flush=True)
+    return tell(report, forms, args.rounds, begin + args.seconds, "the ideal's or the default's")
 
 
 if __name__ == "__main__":

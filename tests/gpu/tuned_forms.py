@@ -1,5 +1,6 @@
-"""What `tune_forward.py` and `tune_backward.py` have in common: their command line, whose configurations are
-every combination of `--vary FIELD=VALUE,VALUE`, what is wrong with a form, and the tables of their times."""
+"""What the four `tune_*.py` for forward and backward passes, FP8 and block masks have in common: the command
+line, whose configurations are every combination of `--vary FIELD=VALUE,VALUE`, what is wrong with a form, and
+the tables of their times."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ DEFAULT = "default"
 # ---------------------------------------------------------------- command line
 
 
-def parser_of(description: str) -> argparse.ArgumentParser:
+def parser_of(description: str, cells: str = "D-KIND-LENGTH") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("cells", nargs="+", metavar="D-KIND-LENGTH")
+    parser.add_argument("cells", nargs="+", metavar=cells)
     parser.add_argument("--vary", action="append", default=[], metavar="FIELD=VALUE,VALUE")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=400, help="begin no cell after so many")
@@ -149,12 +150,14 @@ def tell(
     forms: Mapping[str, dict[str, Config]],
     rounds: int,
     ends: float,
+    over: str = "FlashAttention-3's",
 ) -> int:
     """Print the table of each cell, and what is wrong, as they come, and all tables again.
 
     Args:
         report: of a cell's name, its forms and the rounds, the table and what is wrong.
         ends: no cell is begun after it, a time of `time.monotonic`.
+        over: whose time stands over a form's in the tables.
 
     Returns:
         The status of the script.
@@ -174,7 +177,7 @@ def tell(
         print(table, *wrongs, sep="\n", flush=True)
         torch.cuda.empty_cache()
     seconds = f"{time.monotonic() - begin:.0f} s"
-    print(f"\n{seconds}. Behind the times FlashAttention-3's over a form's:", *tables, sep="\n")
+    print(f"\n{seconds}. Behind the times {over} over a form's:", *tables, sep="\n")
     if left_out:
         print("left out, for the time where no reason is told:", *left_out, sep="\n  ")
     print(*bad, sep="\n")
