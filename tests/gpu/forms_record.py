@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
@@ -43,8 +44,7 @@ def write(
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, help=f"(default: figures/data/<gpu>/{record}.json)")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     wrong = compiled()
     header = records.provenance({**method, "flops": FLOPS})

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
@@ -382,8 +383,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     batches, lengths = ([int(n) for n in side.split(",")] for side in sides)
     if not set(caches) <= set(CACHES):
         parser.error(f"--caches: expected some of {', '.join(CACHES)}, got {args.caches}")
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     begin = time.monotonic()
     settings = [Setting(*x) for x in product(caches, batches, lengths)]

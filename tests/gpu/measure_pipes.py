@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
+from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
@@ -103,8 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Clocks of the instructions of a softmax in FP8.")
     parser.add_argument("--out", type=Path, help="(default: pipes.json in $OUT, or in build/)")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     grid = torch.cuda.get_device_properties(0).multi_processor_count
     table = []

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
@@ -153,8 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=int, nargs="+", help="lengths at D = 128; write no record")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/accumulate.json)")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     rows: list[dict[str, Any]] = []
     for length, head_dim in [(length, 128) for length in args.only] if args.only else SHAPES:

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from hopper_only import no_hopper
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -406,8 +407,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="calls whose label has this in it; write no record")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/decode.json)")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     fp8 = ("fp8", CALLS, in_fp8, SWEEP)
     plan = [("calls", CALLS, implementations, BOOK), ("pairs", PAIRS, splits, SWEEP), fp8]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
@@ -249,8 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile", type=int, help="compile what this shape needs, and nothing else")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/distr.json)")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     if args.compile is not None:
         compile_shape(SHAPES[args.compile])

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
@@ -276,8 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="(default: all)")  # fmt: skip
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/exponentials.json)")
     args, begin = parser.parse_args(argv), time.monotonic()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     if args.compile is not None:
         compile_one(args.compile, args.tables)

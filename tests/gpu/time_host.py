@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hopper_only import no_hopper
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -207,8 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only-step", action="store_true", help="time `step` alone and write no record")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/host_time.json)")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     if node.wait() is None:
         print("calls go through Python here, not through node.cpp: see the warning above", file=sys.stderr)

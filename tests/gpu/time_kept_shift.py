@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
@@ -166,8 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=150, help="begin nothing after so many")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/kept_shift.json)")
     args, begin = parser.parse_args(argv), time.monotonic()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     compile_all(args.dims)
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)

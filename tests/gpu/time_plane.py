@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
@@ -270,8 +271,7 @@ def kept(path: Path, table: str) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, begin = arguments(argv), time.monotonic()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     if reason := peers.fa3().available():
         print(f"needs FlashAttention-3: {reason}", file=sys.stderr)

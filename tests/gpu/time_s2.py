@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
@@ -289,8 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=int, nargs="+", help="lengths; write no record")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/s2.json)")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     makers = {
         "forward": lambda n: prefill_rows(n, False, SWEEP), "decode": lambda n: decode_rows(n, SWEEP),

@@ -42,6 +42,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
@@ -566,8 +567,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configs = args.configs.split(",") if args.configs else []
     if not set(configs) <= set(CONFIGURED):
         parser.error(f"--configs: expected some of {of}, got {args.configs}")
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     runs = [Run(d, args.seqlen, args.rounds) for d in dims]
     if configs:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
@@ -173,8 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dims = [int(d) for d in args.dims.split(",")]
     if not set(dims) <= set(HEADS):
         parser.error(f"--dims: expected some of {', '.join(map(str, HEADS))}, got {args.dims}")
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
     wrong = 0

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
@@ -262,8 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         forms = forms_asked_for(args, lambda name: default_of(cell_of(name)))
     except (ValueError, KeyError) as error:
         parser.error(str(error))
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     failed = compile_all(forms)
     print(f"compiled after {time.monotonic() - begin:.0f} s", *failed, sep="\n", flush=True)

@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from hopper_only import no_hopper
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (0, 2)]
 
@@ -135,8 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time candidates for decoding's configurations.")
     parser.add_argument("--only", choices=PARTS, action="append", help="(default: all)")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     wrong, lines = 0, []
     for title in args.only or PARTS:

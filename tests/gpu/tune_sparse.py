@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
@@ -196,8 +197,7 @@ def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("Time forms of attention under block masks beside each other.", "D-WHAT")
     args, begin = parser.parse_args(argv), time.monotonic()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("needs a GPU of compute capability 9.x", file=sys.stderr)
+    if no_hopper():
         return 2
     try:
         forms = forms_asked_for(args, default_of)
