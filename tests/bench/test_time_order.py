@@ -12,6 +12,7 @@ import time_order
 import time_pauses
 import torch
 import tune_backward
+import tuned_forms
 from timed_cpu import gpu  # noqa: F401  (a fixture)
 
 from attnlib.bench import peers, timing
@@ -62,13 +63,13 @@ def small(request, gpu, monkeypatch, tmp_path):  # noqa: F811
         tables = json.loads(path.read_text())["tables"]
         return script, status, {name: table["rows"] for name, table in tables.items()}
 
-    monkeypatch.setattr(tune_backward, "DEVICE", "cpu")
+    monkeypatch.setattr(tuned_forms, "DEVICE", "cpu")
     monkeypatch.setattr(script, "CELLS", SMALL)
     monkeypatch.setattr(script, "NAMES", ["16-causal-40"])
     monkeypatch.setattr(time_order, "LONG", SMALL)
     monkeypatch.setattr(time_pauses, "forms_of", lambda cell: {"as calls get it": None})
     monkeypatch.setattr(tune_backward, "compile_all", lambda forms: [])
-    monkeypatch.setattr(tune_backward, "times", lambda calls, rounds: {form: [2.0, 4.0] for form in calls})
+    monkeypatch.setattr(tuned_forms, "times", lambda calls, rounds: {form: [2.0, 4.0] for form in calls})
     monkeypatch.setattr(timing, "sustained", lambda call, ms: timing.Sustained(3.0, 1500.0, 700.0))
     monkeypatch.setattr(peers, "_no_fa3", lambda: "not here")
     monkeypatch.setattr(

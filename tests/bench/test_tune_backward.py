@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import tune_backward
+import tuned_forms
 from timed_cpu import gpu  # noqa: F401  (a fixture)
 from tune_backward import KINDS, cell_of, default_of
 from tuned_forms import DEFAULT, forms_of, table_of, varied
@@ -115,10 +116,10 @@ def test_a_wrong_form_has_no_time(small, gpu, monkeypatch, capsys):  # noqa: F81
 
         return {name: (lambda config=config: call(config)) for name, config in forms.items()}
 
-    monkeypatch.setattr(tune_backward, "DEVICE", "cpu")
+    monkeypatch.setattr(tuned_forms, "DEVICE", "cpu")
     monkeypatch.setattr(tune_backward, "calls_of", calls_of)
     monkeypatch.setattr(tune_backward, "compile_all", lambda forms: [])
-    monkeypatch.setattr(tune_backward, "times", lambda calls, rounds: {form: [2.0, 4.0] for form in calls})
+    monkeypatch.setattr(tuned_forms, "times", lambda calls, rounds: {form: [2.0, 4.0] for form in calls})
     monkeypatch.setattr(peers, "_no_fa3", lambda: "not here")
     monkeypatch.setattr(plane, "cell", lambda *name: small)
     name = f"64-{small.kind}-40"

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-import tune_backward
 import tune_forward
+import tuned_forms
 from timed_cpu import good, gpu  # noqa: F401  (a fixture)
 
 from attnlib.bench import peers, plane
@@ -31,10 +31,10 @@ def run(gpu, monkeypatch, capsys):  # noqa: F811
         return {name: (lambda config=config: call(config)) for name, config in forms.items()}
 
     monkeypatch.setattr(tune_forward, "calls_of", calls_of)
-    monkeypatch.setattr(tune_backward, "DEVICE", "cpu")
+    monkeypatch.setattr(tuned_forms, "DEVICE", "cpu")
     monkeypatch.setattr(device, "num_sms", lambda index: 132)
-    monkeypatch.setattr(tune_forward, "side_by_side", lambda function, jobs: [])
-    monkeypatch.setattr(tune_backward, "times", lambda calls, rounds: {form: [2.0, 4.0] for form in calls})
+    monkeypatch.setattr(tuned_forms, "side_by_side", lambda function, jobs: [])
+    monkeypatch.setattr(tuned_forms, "times", lambda calls, rounds: {form: [2.0, 4.0] for form in calls})
     monkeypatch.setattr(peers, "_no_fa3", lambda: "not here")
     small = Cell("causal", Shape(1, 2, 40, 96, True, "bfloat16"))
     cell = plane.cell

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import tune_backward
 import tune_fp8
+import tuned_forms
 from emulated import on_the_cpu
 from timed_cpu import gpu  # noqa: F401  (a fixture)
 
@@ -23,10 +23,10 @@ def run(gpu, monkeypatch, capsys):  # noqa: F811
     cell = plane.cell
     monkeypatch.setattr(plane, "cell", lambda kind, *more: small if kind == "causal" else cell(kind, *more))
     monkeypatch.setattr(tune_fp8, "SMALL", (1, 1, 200))
-    monkeypatch.setattr(tune_backward, "DEVICE", "cpu")
-    monkeypatch.setattr(tune_fp8, "side_by_side", lambda function, jobs: [])
-    monkeypatch.setattr(tune_backward, "times", lambda calls, rounds: {form: [2.0, 4.0] for form in calls})
-    monkeypatch.delenv(tune_fp8.FOLDER, raising=False)
+    monkeypatch.setattr(tuned_forms, "DEVICE", "cpu")
+    monkeypatch.setattr(tuned_forms, "side_by_side", lambda function, jobs: [])
+    monkeypatch.setattr(tuned_forms, "times", lambda calls, rounds: {form: [2.0, 4.0] for form in calls})
+    monkeypatch.delenv("ATTNLIB_FA3_FP8", raising=False)
 
     def main(*options):
         with on_the_cpu():
@@ -45,11 +45,11 @@ def test_right_forms_have_times(run):
 def test_a_wrong_form_has_none(run, monkeypatch):
     forward = tune_fp8.launch.forward
 
-    def half_of_it(q, k, v, params, dtype):
+    def less_of_it(q, k, v, params, dtype):
         out, lse = forward(q, k, v, params, dtype)
         return out * (0.9 if params.config.stages == 2 else 1.0), lse
 
-    monkeypatch.setattr(tune_fp8.launch, "forward", half_of_it)
+    monkeypatch.setattr(tune_fp8.launch, "forward", less_of_it)
     status, told = run("--vary", "stages=2")
     assert status == 1 and "WRONG 64-causal-150 stages=2: normal, 200 tokens: RMS error" in told
     assert told.count("3.000 ms") == 2 * 2

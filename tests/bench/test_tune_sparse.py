@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import tune_backward
 import tune_sparse
+import tuned_forms
 from cases import INTERPRETER_REMARKS
 from emulated import on_the_cpu
 from timed_cpu import gpu  # noqa: F401  (a fixture)
@@ -19,12 +19,12 @@ pytestmark = [
 @pytest.fixture
 def run(gpu, monkeypatch, capsys):  # noqa: F811
     """Runs the script with few, short heads; times are made up."""
-    monkeypatch.setattr(tune_backward, "DEVICE", "cpu")
+    monkeypatch.setattr(tuned_forms, "DEVICE", "cpu")
     for name, number in {"JUDGED": 256, "HEADS": 2, "TOKENS": 512, "KINDS": ("rising",)}.items():
         monkeypatch.setattr(tune_sparse, name, number)
-    monkeypatch.setattr(tune_sparse, "side_by_side", lambda function, jobs: [])
+    monkeypatch.setattr(tuned_forms, "side_by_side", lambda function, jobs: [])
     monkeypatch.setattr(
-        tune_backward, "times",
+        tuned_forms, "times",
         lambda calls, rounds: {form: [4.0 if form == "dense" else 2.0] for form in calls},
     )  # fmt: skip
 
@@ -78,6 +78,6 @@ def test_a_wrong_cell_is_named(run, cell, said, capsys):
 
 
 def test_pairs_are_counted(monkeypatch):
-    monkeypatch.setattr(tune_backward, "DEVICE", "cpu")
+    monkeypatch.setattr(tuned_forms, "DEVICE", "cpu")
     for name in tune_sparse.MASKS:
         assert tune_sparse.mask_of(name, 2304).to_dense().sum() == tune_sparse.pairs_of(name, 2304)

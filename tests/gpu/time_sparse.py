@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import random
 import statistics
 import sys
 import time
@@ -43,12 +42,13 @@ import torch
 import triton
 import triton.language as tl
 from hopper_only import no_hopper
+from rounds import in_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from attnlib import BlockMask, Score, attention, dispatch  # noqa: E402
-from attnlib.bench import records, sources, timing  # noqa: E402
+from attnlib.bench import records, sources  # noqa: E402
 from attnlib.bench.changes import changed  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.oracle import Oracle  # noqa: E402
@@ -238,13 +238,7 @@ def checked(name: str, call: Call, judge: Callable[[str, Any], None], calls: dic
 
 def times(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     """Median ms of each, over shuffled rounds."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    for i in range(rounds):
-        random.Random(i).shuffle(order)
-        for name in order:
-            samples[name].append(timing.time_ms(calls[name], setting=WINDOW).median)
-    return {name: statistics.median(taken) for name, taken in samples.items()}
+    return {name: statistics.median(taken) for name, taken in in_rounds(calls, rounds, WINDOW).items()}
 
 
 def row_of(label: str, part: float, flops: float, found: dict[str, float], ideal: float | None) -> list[dict]:

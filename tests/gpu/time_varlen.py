@@ -12,7 +12,6 @@ Status 0 when all calls were right, 1 otherwise, 2 without a Hopper GPU.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 from hopper_only import no_hopper
+from rounds import in_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from attnlib import dispatch  # noqa: E402
-from attnlib.bench import records, timing  # noqa: E402
+from attnlib.bench import records  # noqa: E402
 from attnlib.bench.backward import FLOPS  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.oracle import Oracle  # noqa: E402
@@ -149,13 +149,7 @@ def rows(group: Sequence[Case], rounds: int) -> Iterator[dict[str, Any]]:
         inputs = make_inputs(case, "cuda")
         for kernel in LAUNCHERS:
             calls |= {(case, kernel, name): call for name, call in passes(case, inputs, kernel).items()}
-    samples: dict[tuple[Case, str, str], list[float]] = {key: [] for key in calls}
-    order = list(calls)
-    for i in range(rounds):
-        random.Random(i).shuffle(order)
-        for key in order:
-            samples[key].append(timing.time_ms(calls[key], setting=WINDOW).median)
-    for (case, kernel, name), taken in samples.items():
+    for (case, kernel, name), taken in in_rounds(calls, rounds, WINDOW).items():
         ms = statistics.median(taken)
         flops = products(case) * (FLOPS if name == "backward" else 1)
         yield {

@@ -20,43 +20,35 @@ otherwise, 2 without a Hopper GPU. docs/lab/hopper-backward.md has what came of 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
+import tuned_forms  # noqa: E402
 from time_plane import GradientSample, apart  # noqa: E402
-from tuned_forms import failure, forms_asked_for, judge, parser_of, table_of, tell  # noqa: E402
+from tuned_forms import failure, judge, table_of  # noqa: E402
 
-from attnlib.bench import peers, plane, timing  # noqa: E402
+from attnlib.bench import peers, plane  # noqa: E402
 from attnlib.bench.backward import GRADIENTS, make_gradient  # noqa: E402
 from attnlib.bench.oracle import Judgement, make_inputs  # noqa: E402
 from attnlib.bench.plane import ALL as KINDS  # noqa: E402
 from attnlib.bench.plane import Cell  # noqa: E402
-from attnlib.bench.setting import Setting  # noqa: E402
 from attnlib.kernels import hopper  # noqa: E402
 from attnlib.kernels.hopper import sharing  # noqa: E402
 from attnlib.kernels.hopper.configs import HopperConfig  # noqa: E402
 from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig  # noqa: E402
 from attnlib.params import Params, Varlen, mask_window  # noqa: E402
 
-DEVICE, FA3 = "cuda", "fa3"
-SHORT = Setting("one short window", rounds=1, pause_ms=8, warmup_ms=2, rep_ms=4)
-PROCESSES = 14
+FA3 = "fa3"
 
 Tensor = torch.Tensor
 Forms = dict[str, HopperBackwardConfig]
@@ -95,7 +87,8 @@ def inputs(cell: Cell) -> tuple[Tensor, ...]:
     """d_out, q, k, v; of varlen sequences (1, H, T, D), one after the other."""
     if KINDS[cell.kind].varlen:
         cell = cell._replace(shape=replace(cell.shape, batch=1, seqlen=sum(cell.lengths)))
-    return make_gradient(cell.shape, device=DEVICE), *make_inputs(cell.shape, device=DEVICE)
+    device = tuned_forms.DEVICE
+    return make_gradient(cell.shape, device=device), *make_inputs(cell.shape, device=device)
 
 
 def calls_of(cell: Cell, forms: Forms, *tensors: Tensor) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
@@ -152,14 +145,7 @@ def kernels_of(forms: Mapping[str, Forms]) -> list[tuple[str, HopperBackwardConf
 
 def compile_all(forms: Mapping[str, Forms]) -> list[str]:
     """In processes side by side; what failed."""
-    return side_by_side(compile_one, kernels_of(forms))
-
-
-def side_by_side(function: Callable[..., str], jobs: Sequence[tuple[Any, ...]]) -> list[str]:
-    """What is not empty of what the function returns, in processes."""
-    children = min(PROCESSES, len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
-        return [reason for reason in pool.map(function, *zip(*jobs, strict=True)) if reason]
+    return tuned_forms.side_by_side(compile_one, kernels_of(forms))
 
 
 # ---------------------------------------------------------------- judging and timing
@@ -190,17 +176,6 @@ def wrong(sample: Sample, first: tuple[Tensor, ...], gradients: tuple[Tensor, ..
     return ""
 
 
-def times(calls: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each in shuffled rounds."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(rounds):
-        order = list(calls)
-        random.Random(i).shuffle(order)
-        for name in order:
-            samples[name].append(timing.time_ms(calls[name], setting=SHORT).median)
-    return samples
-
-
 def measured(
     cell: Cell, name: str, forms: Forms, rounds: int
 ) -> tuple[dict[str, list[float]], list[str]]:
@@ -213,7 +188,7 @@ def measured(
     bad = judge(name, calls, partial(wrong, sample, first))
     own = dict(calls)
     add_peer(calls, cell, *tensors)
-    found = times(calls, rounds)
+    found = tuned_forms.times(calls, rounds)
     bad += judge(name, own, partial(wrong, sample, first))  # after hundreds of launches
     return found, bad
 
@@ -257,17 +232,10 @@ def visited_by_model(cell: Cell) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of("Time forms of the backward pass beside each other.")
-    args, begin = parser.parse_args(argv), time.monotonic()
-    try:
-        forms = forms_asked_for(args, lambda name: default_of(cell_of(name)))
-    except (ValueError, KeyError) as error:
-        parser.error(str(error))
-    if no_hopper():
-        return 2
-    failed = compile_all(forms)
-    print(f"compiled after {time.monotonic() - begin:.0f} s", *failed, sep="\n", flush=True)
-    return tell(report, forms, args.rounds, begin + args.seconds)
+    return tuned_forms.run(
+        argv, "Time forms of the backward pass beside each other.",
+        lambda name: default_of(cell_of(name)), compile_all, report,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -13,22 +13,20 @@ tables as those of `tune_backward.py`. Status 0 when all were right, 1 otherwise
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
-import tune_backward  # noqa: E402
+import tuned_forms  # noqa: E402
 from time_plane import Sample, apart  # noqa: E402
-from tune_backward import FA3, KINDS, cell_of, default_of, side_by_side  # noqa: E402
-from tuned_forms import failure, forms_asked_for, judge, parser_of, table_of, tell  # noqa: E402
+from tune_backward import FA3, KINDS, cell_of, default_of  # noqa: E402
+from tuned_forms import each_form, failure, judge, table_of  # noqa: E402
 
 from attnlib.bench import peers  # noqa: E402
 from attnlib.bench.oracle import make_inputs  # noqa: E402
@@ -57,7 +55,7 @@ def compile_one(name: str, form: HopperConfig) -> str:
     small = cell._replace(shape=replace(cell.shape, batch=1))
 
     def call() -> Tensor:
-        tensors = make_inputs(small.shape, device=tune_backward.DEVICE)
+        tensors = make_inputs(small.shape, device=tuned_forms.DEVICE)
         return calls_of(small, {name: form}, *tensors)[name]()
 
     return failure(name, form, call)
@@ -72,7 +70,7 @@ def wrong(sample: Sample, first: Tensor, out: Tensor) -> str:
 def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
     """The lines of a cell, and what is wrong."""
     cell = cell_of(name)
-    kind, tensors = KINDS[cell.kind], make_inputs(cell.shape, device=tune_backward.DEVICE)
+    kind, tensors = KINDS[cell.kind], make_inputs(cell.shape, device=tuned_forms.DEVICE)
     calls, sample = calls_of(cell, forms, *tensors), Sample(kind, None, *tensors)
     first = next(iter(calls.values()))()
     bad = judge(name, calls, partial(wrong, sample, first))
@@ -83,25 +81,24 @@ def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
             print(refused)
         else:
             calls[FA3] = theirs
-    found = tune_backward.times(calls, rounds)
+    found = tuned_forms.times(calls, rounds)
     bad += judge(name, own, partial(wrong, sample, first))  # after hundreds of launches
     return table_of(name, found, cell.flops("forward"), FA3), bad
 
 
+def default_form(name: str) -> HopperConfig:
+    """What calls get. ValueError for varlen sequences."""
+    cell = cell_of(name)
+    if KINDS[cell.kind].varlen:
+        raise ValueError(f"cells: expected none of varlen sequences, got {name}")
+    return default_of(cell, False, tuned_forms.DEVICE)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of("Time forms of the forward pass beside each other.")
-    args, begin = parser.parse_args(argv), time.monotonic()
-    if no_hopper():
-        return 2
-    try:
-        if varlen := [name for name in args.cells if KINDS[cell_of(name).kind].varlen]:
-            raise ValueError(f"cells: expected none of varlen sequences, got {varlen[0]}")
-        forms = forms_asked_for(args, lambda name: default_of(cell_of(name), False, tune_backward.DEVICE))
-    except (ValueError, KeyError) as error:
-        parser.error(str(error))
-    failed = side_by_side(compile_one, [(name, form) for name in forms for form in forms[name].values()])
-    print(f"compiled after {time.monotonic() - begin:.0f} s", *failed, sep="\n", flush=True)
-    return tell(report, forms, args.rounds, begin + args.seconds)
+    return tuned_forms.run(
+        argv, "Time forms of the forward pass beside each other.", default_form,
+        partial(each_form, compile_one), report, default_needs_gpu=True,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -15,27 +15,23 @@ holds its fa3_fwd.so, else the default's. Status 0 when all were right, 1 otherw
 
 from __future__ import annotations
 
-import ctypes
-import glob
-import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
-import tune_backward  # noqa: E402
-from tune_backward import cell_of, side_by_side  # noqa: E402
-from tuned_forms import failure, forms_asked_for, judge, parser_of, table_of, tell  # noqa: E402
+import tuned_forms  # noqa: E402
+from tune_backward import cell_of  # noqa: E402
+from tuned_forms import each_form, failure, judge, table_of  # noqa: E402
 
 import attnlib  # noqa: E402
+from attnlib.bench import fp8_peers  # noqa: E402
 from attnlib.bench.plane import Cell  # noqa: E402
 from attnlib.kernels.common.fp8 import ROWS, Fp8, Recipe  # noqa: E402
 from attnlib.kernels.hopper import launch_fp8 as launch  # noqa: E402
@@ -47,7 +43,7 @@ from attnlib.params import Params, mask_window  # noqa: E402
 WIDTHS = 64, 128, 256
 KINDS = "normal", "flat", "outliers", "rising"
 SMALL = 2, 4, 512
-FOLDER, PEER, HALF = "ATTNLIB_FA3_FP8", "fa3 fp8", "attnlib bf16"
+PEER, HALF = "fa3 fp8", "attnlib bf16"
 EXACT = reference.Rounding(offset=None)
 LARGEST = 1.25
 """The model's RMS error times so much is what a form may have."""
@@ -78,7 +74,7 @@ def _head(x: Fp8) -> Fp8:
 def tensors(head_dim: int, shape: tuple[int, int, int], kind: str = "normal") -> list[Tensor]:
     """q, k, v of (B, H, S). Of rows of kind rising scores grow by 11.5 powers of two in every 64 keys that a
     row visits, from the last on; those of kind flat differ by a tenth of what is usual."""
-    device = tune_backward.DEVICE
+    device = tuned_forms.DEVICE
     generator = torch.Generator(device).manual_seed(head_dim)
     make = {"device": device, "dtype": torch.bfloat16, "generator": generator}
     q, k, v = (torch.randn(*shape, head_dim, **make) for _ in range(3))
@@ -98,11 +94,6 @@ def quantized(inputs: Sequence[Tensor]) -> Quantized:
     return Quantized(*(reference.quantize(x, role, Recipe("block")) for x, role in named))
 
 
-def default_of(cell: Cell) -> HopperConfig:
-    """What calls get."""
-    return fp8_config(cell.shape.head_dim, dense=not cell.shape.causal)
-
-
 def params(cell: Cell, config: HopperConfig | None) -> Params:
     return Params(mask_window(cell.shape.causal, None), cell.shape.head_dim**-0.5, config=config)
 
@@ -116,21 +107,15 @@ def shape_of(cell: Cell) -> tuple[int, int, int]:
 
 
 def fa3_fp8(inputs: Sequence[Tensor], causal: bool) -> Callable[[], Tensor] | None:
-    """FlashAttention-3 on q, k, v (B, H, S, D) with a scale per head; None without it."""
-    folder = os.environ.get(FOLDER)
-    if not folder:
+    """FlashAttention-3 with a scale per head; None without it. RuntimeError if that is not attention."""
+    try:
+        peer = fp8_peers.fa3_fp8(*inputs, causal)
+    except ImportError:
         return None
-    for library in glob.glob(f"{folder}/libcudart.so.12*"):
-        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-    torch.ops.load_library(f"{folder}/fa3_fwd.so")
-    data, scales = [], []
-    for x in inputs:
-        scale = x.abs().amax((2, 3)).float() / 448
-        data.append((x.float() / scale[..., None, None]).to(torch.float8_e4m3fn).transpose(1, 2).contiguous())
-        scales.append(scale)
-    options = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
-    options |= {"softmax_scale": inputs[0].shape[-1] ** -0.5, "is_causal": causal, "num_splits": 1}
-    return lambda: torch.ops.fa3_fwd.fwd(*data, **options)[0].transpose(1, 2)
+    exact = attnlib.attention(*(x[-1:, -1:] for x in inputs), causal=causal)
+    if not rms(peer()[-1:, -1:] - exact) < 0.1 * rms(exact):
+        raise RuntimeError("FlashAttention-3's output is not attention")
+    return peer
 
 
 # ---------------------------------------------------------------- judging
@@ -140,18 +125,40 @@ def rms(x: Tensor) -> float:
     return x.double().pow(2).mean().sqrt().item()
 
 
-def reason_of(cell: Cell, config: HopperConfig) -> str:
+class Case:
+    """What forms of a cell are judged on: quantized operands, and their attention with and without the
+    kernel's rounding of P, of the last head."""
+
+    def __init__(self, cell: Cell, shape: tuple[int, int, int], kind: str) -> None:
+        self.cell, self.label = cell, f"{kind}, {shape[-1]} tokens"
+        self.inputs = tensors(cell.shape.head_dim, shape, kind)
+        self.operands = quantized(self.inputs)
+        self.exact = self.attention(EXACT)
+        self.expected: dict[int, float] = {}
+
+    def attention(self, rounding: reference.Rounding) -> Tensor:
+        return reference.forward(*self.operands.head(), params(self.cell, None), torch.float64, rounding)[0]
+
+    def expected_of(self, block_n: int) -> float:
+        """The model's RMS error in steps of so many keys."""
+        if block_n not in self.expected:
+            model = self.attention(reference.AS_KERNEL._replace(keys=block_n))
+            self.expected[block_n] = rms(model.bfloat16() - self.exact)
+        return self.expected[block_n]
+
+
+def cases_of(cell: Cell) -> list[Case]:
+    """The last one is the call that is timed."""
+    return [Case(cell, *of) for of in [*((SMALL, kind) for kind in KINDS), (shape_of(cell), "normal")]]
+
+
+def reason_of(cases: Sequence[Case], config: HopperConfig) -> str:
     """Why a form is wrong; empty when it is right."""
-    for shape, kind in [*((SMALL, kind) for kind in KINDS), (shape_of(cell), "normal")]:
-        operands = quantized(tensors(cell.shape.head_dim, shape, kind))
-        out = kernel(operands, cell, config)()[-1:, -1:]
-        exact, model = (
-            reference.forward(*operands.head(), params(cell, None), torch.float64, rounding)[0]
-            for rounding in (EXACT, reference.AS_KERNEL._replace(keys=config.block_n))
-        )
-        error, expected = rms(out - exact), rms(model.bfloat16() - exact)
+    for case in cases:
+        out = kernel(case.operands, case.cell, config)()[-1:, -1:]
+        error, expected = rms(out - case.exact), case.expected_of(config.block_n)
         if not error <= LARGEST * expected:
-            return f"{kind}, {shape[-1]} tokens: RMS error {error:.3e}, the model's {expected:.3e}"
+            return f"{case.label}: RMS error {error:.3e}, the model's {expected:.3e}"
     return ""
 
 
@@ -168,44 +175,38 @@ def compile_one(name: str, form: HopperConfig) -> str:
 def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
     """The lines of a cell, and what is wrong."""
     cell = cell_of(name)
-    right = {form: partial(reason_of, cell, config) for form, config in forms.items()}
+    cases = cases_of(cell)
+    right = {form: partial(reason_of, cases, config) for form, config in forms.items()}
     bad = judge(name, right, lambda reason: reason)
-    inputs = tensors(cell.shape.head_dim, shape_of(cell))
-    operands, causal = quantized(inputs), cell.shape.causal
+    inputs, operands, causal = cases[-1].inputs, cases[-1].operands, cell.shape.causal
     calls = {form: kernel(operands, cell, forms[form]) for form in right}
     calls[HALF] = lambda: attnlib.attention(*inputs, causal=causal)
     peer = fa3_fp8(inputs, causal)
     if peer is not None:
-        exact = attnlib.attention(*(x[-1:, -1:] for x in inputs), causal=causal)
-        if not rms(peer()[-1:, -1:] - exact) < 0.1 * rms(exact):
-            raise RuntimeError("FlashAttention-3's output is not attention")
         calls[PEER] = peer
-    found = tune_backward.times(calls, rounds)
+    found = tuned_forms.times(calls, rounds)
     return table_of(name, found, cell.flops("forward"), PEER), bad
 
 
-def checked(name: str) -> Cell:
-    """The cell of this name. ValueError unless operands in FP8 are timed so."""
+def default_of(name: str) -> HopperConfig:
+    """What calls get. ValueError unless operands in FP8 are timed so."""
     cell = cell_of(name)
     if cell.shape.head_dim not in WIDTHS or cell.shape.head_dim_v or cell.kind not in ("causal", "dense"):
         raise ValueError(f"cells: expected D of {WIDTHS}, causal or dense, such as 64-dense-4096, got {name}")
-    return cell
+    return fp8_config(cell.shape.head_dim, dense=not cell.shape.causal)
+
+
+def check(form: HopperConfig) -> None:
+    """A block of keys has one scale."""
+    if form.block_n > ROWS["k"]:
+        raise ValueError(f"--vary: expected block_n of at most {ROWS['k']} keys, got {form.block_n}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of("Time forms of the FP8 forward pass beside each other.")
-    args, begin = parser.parse_args(argv), time.monotonic()
-    if no_hopper():
-        return 2
-    try:
-        forms = forms_asked_for(args, lambda name: default_of(checked(name)))
-        for one in (one for found in forms.values() for one in found.values() if one.block_n > ROWS["k"]):
-            raise ValueError(f"--vary: expected block_n of at most {ROWS['k']} keys, got {one.block_n}")
-    except (ValueError, KeyError) as error:
-        parser.error(str(error))
-    failed = side_by_side(compile_one, [(name, form) for name in forms for form in forms[name].values()])
-    print(f"compiled after {time.monotonic() - begin:.0f} s", *failed, sep="\n", flush=True)
-    return tell(report, forms, args.rounds, begin + args.seconds)
+    return tuned_forms.run(
+        argv, "Time forms of the FP8 forward pass beside each other.", default_of,
+        partial(each_form, compile_one), report, check=check,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ were right, 1 otherwise, 2 without a Hopper GPU. docs/lab/sparse.md has what cam
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
@@ -26,15 +25,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from hopper_only import no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
-import tune_backward  # noqa: E402
+import tuned_forms  # noqa: E402
 from time_sparse import TOKENS, causal, documents, inputs_of, kept_blocks, scores_of  # noqa: E402
-from tune_backward import side_by_side  # noqa: E402
-from tuned_forms import failure, forms_asked_for, judge, parser_of, table_of, tell  # noqa: E402
+from tuned_forms import each_form, failure, judge, table_of  # noqa: E402
 
 from attnlib import BlockMask, attention  # noqa: E402
 from attnlib.bench.oracle import Oracle  # noqa: E402
@@ -98,11 +95,11 @@ def cell_of(name: str) -> Cell:
 
 
 def random_blocks(heads: int, tokens: int, part: float) -> BlockMask:
-    return BlockMask.from_blocks(kept_blocks(heads, tokens, part, tune_backward.DEVICE), tokens, tokens)
+    return BlockMask.from_blocks(kept_blocks(heads, tokens, part, tuned_forms.DEVICE), tokens, tokens)
 
 
 def mask_of(name: str, tokens: int) -> BlockMask:
-    device = tune_backward.DEVICE
+    device = tuned_forms.DEVICE
     functions = {"causal": causal, "documents": documents(tokens, device), "window": window}
     return BlockMask.from_function(functions[name], tokens, tokens, device=device)
 
@@ -114,7 +111,7 @@ def window(b, h, q, k):
 def score_of(cell: Cell, q: Tensor) -> ScoreParts | None:
     if cell.score is None:
         return None
-    return parts_of(scores_of(q.shape[1], q.shape[2], tune_backward.DEVICE)[cell.score][0], q, q)
+    return parts_of(scores_of(q.shape[1], q.shape[2], tuned_forms.DEVICE)[cell.score][0], q, q)
 
 
 def params_of(q: Tensor, mask: BlockMask, score: ScoreParts | None) -> Params:
@@ -125,13 +122,13 @@ def params_of(q: Tensor, mask: BlockMask, score: ScoreParts | None) -> Params:
 
 def default_of(name: str) -> HopperSparseConfig:
     cell = cell_of(name)
-    q = inputs_of(cell.head_dim, TOKENS, tune_backward.DEVICE)[0]
+    q = inputs_of(cell.head_dim, TOKENS, tuned_forms.DEVICE)[0]
     return params_of(q, cell.over(q), score_of(cell, q)).config
 
 
 def inputs(head_dim: int, kind: str) -> list[Tensor]:
     """q, k, v that are judged; rising: scores grow by 16 powers of e from a block of 64 keys to the next."""
-    device = tune_backward.DEVICE
+    device = tuned_forms.DEVICE
     rng = torch.Generator(device).manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, JUDGED, head_dim, generator=rng, device=device) for _ in range(3))
     if kind == "large":
@@ -145,15 +142,31 @@ def inputs(head_dim: int, kind: str) -> list[Tensor]:
 # ---------------------------------------------------------------- command
 
 
-def reason_of(cell: Cell, config: HopperSparseConfig) -> str:
-    """Why a form is wrong; empty when it is right."""
+class Case(NamedTuple):
+    """What forms of a cell are judged on."""
+
+    kind: str
+    tensors: list[Tensor]
+    params: Params
+    oracle: Oracle
+
+
+def cases_of(cell: Cell) -> list[Case]:
+    cases = []
     for kind, mask in product(KINDS, cell.judged()):
         q, k, v = inputs(cell.head_dim, kind)
         score = score_of(cell, q)
-        params = params_of(q, mask, score)._replace(config=config)
-        found = Oracle(q, k, v, mask=mask.to_dense(), score=score).judge(hopper.forward(q, k, v, params)[0])
-        if not found.ok:
-            return f"{kind}: {found.reason}"
+        oracle = Oracle(q, k, v, mask=mask.to_dense(), score=score)
+        cases.append(Case(kind, [q, k, v], params_of(q, mask, score), oracle))
+    return cases
+
+
+def reason_of(cases: Sequence[Case], config: HopperSparseConfig) -> str:
+    """Why a form is wrong; empty when it is right."""
+    for case in cases:
+        out, _ = hopper.forward(*case.tensors, case.params._replace(config=config))
+        if not (found := case.oracle.judge(out)).ok:
+            return f"{case.kind}: {found.reason}"
     return ""
 
 
@@ -178,9 +191,10 @@ def pairs_of(mask: str, tokens: int) -> float:
 def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
     """The lines of a cell, and what is wrong."""
     cell = cell_of(name)
-    right = {form: partial(reason_of, cell, config) for form, config in forms.items()}
+    cases = cases_of(cell)
+    right = {form: partial(reason_of, cases, config) for form, config in forms.items()}
     bad = judge(name, right, lambda reason: reason)
-    q, k, v = inputs_of(cell.head_dim, TOKENS, tune_backward.DEVICE)[:3]
+    q, k, v = inputs_of(cell.head_dim, TOKENS, tuned_forms.DEVICE)[:3]
     mask, score = cell.over(q), score_of(cell, q)
     params = params_of(q, mask, score)
     own = {form: params._replace(config=forms[form]) for form in right}
@@ -188,24 +202,18 @@ def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
     pairs = pairs_of(cell.mask, TOKENS) if cell.part is None else cell.part * TOKENS**2
     if cell.part is not None:
         calls[DENSE] = lambda: attention(q, k, v)
-    found = tune_backward.times(calls, rounds)
+    found = tuned_forms.times(calls, rounds)
     if cell.part is not None:
         found[IDEAL] = [ms * cell.part for ms in found.pop(DENSE)]
     return table_of(name, found, 4 * q.shape[1] * cell.head_dim * pairs, IDEAL), bad
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of("Time forms of attention under block masks beside each other.", "D-WHAT")
-    args, begin = parser.parse_args(argv), time.monotonic()
-    if no_hopper():
-        return 2
-    try:
-        forms = forms_asked_for(args, default_of)
-    except ValueError as error:
-        parser.error(str(error))
-    failed = side_by_side(compile_one, [(name, form) for name in forms for form in forms[name].values()])
-    print(f"compiled after {time.monotonic() - begin:.0f} s", *failed, sep="\n", flush=True)
-    return tell(report, forms, args.rounds, begin + args.seconds, "the ideal's or the default's")
+    return tuned_forms.run(
+        argv, "Time forms of attention under block masks beside each other.", default_of,
+        partial(each_form, compile_one), report, cells="D-WHAT", over="the ideal's or the default's",
+        default_needs_gpu=True,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -6,21 +6,33 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import multiprocessing
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from hopper_only import no_hopper
+from rounds import in_rounds
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from attnlib.bench import peers  # noqa: E402
+from attnlib.bench.setting import Setting  # noqa: E402
+
+DEVICE = "cuda"
+SHORT = Setting("one short window", rounds=1, pause_ms=8, warmup_ms=2, rep_ms=4)
+PROCESSES = 14
 
 Config = TypeVar("Config")
+Forms = Mapping[str, Mapping[str, Config]]
+"""Of each cell by name, the forms by name."""
 Value = int | float | None
 DEFAULT = "default"
 
@@ -28,7 +40,7 @@ DEFAULT = "default"
 # ---------------------------------------------------------------- command line
 
 
-def parser_of(description: str, cells: str = "D-KIND-LENGTH") -> argparse.ArgumentParser:
+def parser_of(description: str, cells: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("cells", nargs="+", metavar=cells)
     parser.add_argument("--vary", action="append", default=[], metavar="FIELD=VALUE,VALUE")
@@ -85,22 +97,39 @@ def forms_of(config: Config, fields: Mapping[str, Sequence[Value]]) -> tuple[dic
 
 
 def forms_asked_for(
-    args: argparse.Namespace, default_of: Callable[[str], Config]
+    args: argparse.Namespace, default_of: Callable[[str], Config], check: Callable[[Config], None] | None
 ) -> dict[str, dict[str, Config]]:
     """The forms of each cell. Prints what configurations refuse.
 
     Raises:
-        ValueError: from `varied` or `forms_of`.
+        ValueError: from `varied`, `forms_of` or `check`.
     """
     fields, found = varied(args.vary), {}
     for name in args.cells:
         found[name], refused = forms_of(default_of(name), fields)
         for reason in refused:
             print(f"{name}, left out: {reason}")
+        for form in found[name].values() if check else ():
+            check(form)
     return found
 
 
-# ---------------------------------------------------------------- judging
+# ---------------------------------------------------------------- compiling
+
+
+def side_by_side(function: Callable[..., str], jobs: Sequence[tuple[Any, ...]]) -> list[str]:
+    """What is not empty of what the function returns, in processes."""
+    children = min(PROCESSES, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(children, multiprocessing.get_context("spawn")) as pool:
+        return [reason for reason in pool.map(function, *zip(*jobs, strict=True)) if reason]
+
+
+def each_form(compile_one: Callable[[str, Config], str], forms: Forms) -> list[str]:
+    """Each form of each cell compiled; what failed."""
+    return side_by_side(compile_one, [(name, form) for name in forms for form in forms[name].values()])
+
+
+# ---------------------------------------------------------------- judging and timing
 
 
 def failure(name: str, form: Config, call: Callable[[], Any]) -> str:
@@ -127,6 +156,11 @@ def judge(name: str, calls: dict[str, Callable[[], Any]], wrong: Callable[[Any],
     return bad
 
 
+def times(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each in shuffled rounds."""
+    return in_rounds(calls, rounds, SHORT)
+
+
 # ---------------------------------------------------------------- tables
 
 
@@ -146,11 +180,11 @@ def table_of(name: str, found: Mapping[str, Sequence[float]], flops: float, peer
 
 
 def tell(
-    report: Callable[[str, dict[str, Config], int], tuple[str, list[str]]],
-    forms: Mapping[str, dict[str, Config]],
+    report: Callable[[str, Mapping[str, Config], int], tuple[str, list[str]]],
+    forms: Forms,
     rounds: int,
     ends: float,
-    over: str = "FlashAttention-3's",
+    over: str,
 ) -> int:
     """Print the table of each cell, and what is wrong, as they come, and all tables again.
 
@@ -182,3 +216,43 @@ def tell(
         print("left out, for the time where no reason is told:", *left_out, sep="\n  ")
     print(*bad, sep="\n")
     return int(bool(bad))
+
+
+# ---------------------------------------------------------------- scripts
+
+
+def run(
+    argv: Sequence[str] | None, description: str, default_of: Callable[[str], Config],
+    compile_all: Callable[[Forms], list[str]],
+    report: Callable[[str, Mapping[str, Config], int], tuple[str, list[str]]],
+    *, cells: str = "D-KIND-LENGTH", over: str = "FlashAttention-3's", default_needs_gpu: bool = False,
+    check: Callable[[Config], None] | None = None,
+) -> int:  # fmt: skip
+    """A script from its command line to its status.
+
+    Args:
+        argv, description: of the script.
+        default_of: the form that a call gets, by the name of a cell; ValueError for a wrong name.
+        compile_all: compiles the forms, and returns what failed.
+        report: see `tell`.
+        cells: what a name looks like, for --help.
+        over: see `tell`.
+        default_needs_gpu: so without one no cell and no form can be checked.
+        check: ValueError for a form that can't be timed.
+
+    Returns:
+        0 when all were right, 1 otherwise, 2 for a wrong command line or without a Hopper GPU.
+    """
+    parser = parser_of(description, cells)
+    args, begin = parser.parse_args(argv), time.monotonic()
+    if default_needs_gpu and no_hopper():
+        return 2
+    try:
+        forms = forms_asked_for(args, default_of, check)
+    except (ValueError, KeyError) as error:
+        parser.error(str(error))
+    if no_hopper():
+        return 2
+    failed = compile_all(forms)
+    print(f"compiled after {time.monotonic() - begin:.0f} s", *failed, sep="\n", flush=True)
+    return tell(report, forms, args.rounds, begin + args.seconds, over)
