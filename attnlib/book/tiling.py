@@ -29,7 +29,8 @@ def useful_share(shape: Shape) -> float:
 
 def scheduled(shape: Shape, sms: int = H200.sms) -> float:
     """Useful scores of a launch in the time of one of the last SM: chapter 13's simulation, in which a tile
-    costs its blocks of keys and nothing else, and the SM that is free first draws the next one."""
+    costs its blocks of keys and nothing else, and the SM that is free first draws the next one. Sections are
+    equal, as the package had them when chapter 19's sweep was measured (2026-11-29)."""
     end, heads, config = shape.seqlen, shape.batch * shape.heads, config_of(shape)
     rows, step = 64 * config.warpgroups, config.block_n
     group = shape.heads // (shape.heads_kv or shape.heads)

@@ -2,6 +2,7 @@
 
 import heapq
 import random
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -15,18 +16,27 @@ from attnlib.kernels.hopper.configs_backward import hopper_backward_config
 from attnlib.params import MaskWindow
 
 
+def last_end(costs: Iterable[float]) -> float:
+    """Of work in this order on whichever SM is free."""
+    sms = [0.0] * l2_sections.SMS
+    for cost in costs:
+        heapq.heapreplace(sms, sms[0] + cost)
+    return max(sms)
+
+
 def busiest_over_mean(heads: int, group: int, length: int, section: int) -> float:
     """Of causal programs of 128 keys that start in the order of `by_sections` on whichever SM is free; the
     mean is no shorter than the longest program."""
     blocks = -(-length // 128)
     # A step is 64 queries; a program has about three more at its beginning and end.
     work = [(-(-length // 64) - 2 * block) * group + 3 for block in range(blocks)]
-    sms = [0] * l2_sections.SMS
-    for first in range(0, heads, section):
-        for steps in work:
-            for _ in range(min(section, heads - first)):
-                heapq.heapreplace(sms, sms[0] + steps)
-    return max(sms) / max(sum(work) * heads / l2_sections.SMS, work[0])
+    order = (
+        steps
+        for first in range(0, heads, section)
+        for steps in work
+        for _ in range(min(section, heads - first))
+    )
+    return last_end(order) / max(sum(work) * heads / l2_sections.SMS, work[0])
 
 
 def shapes() -> list[tuple[int, int, int]]:
@@ -68,13 +78,14 @@ def s2_over_mean(seqlen: int, leads: bool) -> float:
     blocks = len(steps[0])
     section = l2_sections.key_heads(heads, blocks, seqlen, 128, 16 << 20)
     leading = l2_sections.leading_programs(heads, blocks, mask.form.leading) if leads else 0
-    sms = [0.0] * l2_sections.SMS
-    for part in (range(leading), range(leading, blocks)):
-        for first in range(0, heads, section):
-            for block in part:
-                for head in range(first, min(first + section, heads)):
-                    heapq.heapreplace(sms, sms[0] + steps[head % 16][block])
-    return max(sms) / (sum(map(sum, steps)) * 4 / l2_sections.SMS)
+    order = (
+        steps[head % 16][block]
+        for part in (range(leading), range(leading, blocks))
+        for first in range(0, heads, section)
+        for block in part
+        for head in range(first, min(first + section, heads))
+    )
+    return last_end(order) / (sum(map(sum, steps)) * 4 / l2_sections.SMS)
 
 
 def test_neither_few_programs_have_leading_ones_nor_very_many() -> None:
@@ -112,18 +123,16 @@ def numbers_of(
 
 def forward_over_mean(config: HopperConfig, numbers: dict) -> float:
     """Of causal tiles in that order; a tile costs its blocks of keys and as much as 192 keys more."""
-    sms, rows, total = [0.0] * l2_sections.SMS, 64 * config.warpgroups, 0.0
+    rows, costs = 64 * config.warpgroups, []
     heads, first = numbers["HEADS"], 0
     last = heads if numbers["LAST"] is None else numbers["LAST"]
     while first < heads:
         together = heads - first if first >= last else min(numbers["SECTION"], heads - first)
         for row in reversed(range(0, numbers["S_q"], rows)):
             steps = -(-min(row + rows, numbers["S_k"]) // config.block_n) + 192 / config.block_n
-            total += together * steps
-            for _ in range(together):
-                heapq.heapreplace(sms, sms[0] + steps)
+            costs += [steps] * together
         first += together
-    return max(sms) / (total / l2_sections.SMS)
+    return last_end(costs) / (sum(costs) / l2_sections.SMS)
 
 
 @pytest.fixture
