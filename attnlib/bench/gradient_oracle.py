@@ -12,14 +12,21 @@ from attnlib.scores import ScoreParts
 FP32 = torch.finfo(torch.float32).eps
 
 
+def _of_rows(errors: torch.Tensor) -> torch.Tensor:
+    """(B, H, Sq) -> (H): the errors' sum, or what it is with random signs if that is more."""
+    return torch.maximum(errors.sum((0, 2)).abs(), errors.square().sum((0, 2)).sqrt())
+
+
 class GradientOracle:
     """The truth and the budget of one backward call, to judge gradients.
 
         GradientOracle(d_out, q, k, v, causal=True).judge(dq, dk, dv)["dk"].raise_if_bad("my kernel")
 
     The rule is that of `reference`: at most twice the error of plain PyTorch in the same dtype, plus a
-    rounding of the result, plus what comes of computing delta from an output that was rounded. Attributes:
-    `truth` and `budget`, by name ("dq", "dk", "dv", "dsinks", "dbias").
+    rounding of the result, plus what comes of computing delta from an output that was rounded. The gradient
+    of a sink is one number, the sum of what all rows add. Their errors may cancel in one calculation and not
+    in another, so what is granted is no less than the root of the sum of their squares.
+    Attributes: `truth` and `budget`, by name ("dq", "dk", "dv", "dsinks", "dbias").
     """
 
     def __init__(
@@ -38,7 +45,7 @@ class GradientOracle:
         seen, self.dtype = mask_window(causal, window) if mask is None else mask, q.dtype
         with torch.no_grad():
             call = d_out, q, k, v, seen, sm_scale
-            more = {"score": score}
+            more = {"score": score, "by_rows": True}
             truth = gradients_by_batch(*call, torch.float64, **more)
             plain = gradients_by_batch(*call, q.dtype, **more)
             sizes = gradients_by_batch(*call, torch.float64, sizes=True, **more)
@@ -50,11 +57,15 @@ class GradientOracle:
         names = ["dq", "dk", "dv"]
         if score is not None:
             names += ["dsinks"] * (score.sinks is not None) + ["dbias"] * (score.bias is not None)
-        self.truth = dict(zip(names, truth, strict=True))
-        self.budget = {}
-        for (name, exact), rough, size, best in zip(self.truth.items(), plain, sizes, given, strict=True):
+        self.truth, self.budget = {}, {}
+        for name, exact, rough, size, best in zip(names, truth, plain, sizes, given, strict=True):
+            errors = rough - exact, best - exact
+            if name == "dsinks":
+                errors = tuple(_of_rows(error) for error in errors)
+                exact, size = exact.sum((0, 2)), size.sum((0, 2))
+            self.truth[name] = exact
             # Kernels accumulate in fp32; that much is granted where a rounding of the result is less.
-            errors = rough - exact, best - exact, exact.to(self.dtype) - exact, size * FP32
+            errors = *errors, exact.to(self.dtype) - exact, size * FP32
             largest, rms = zip(*map(max_and_rms, errors), strict=True)
             self.budget[name] = Budget(*(2 * (x[0] + x[1] + max(x[2:])) for x in (largest, rms)))
 

@@ -25,8 +25,8 @@ def _gradient(
     out_dtype: torch.dtype | None = None, score: ScoreParts | None = None,
     given: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """dq, dk, dv, and the gradients of a score's sinks (1, H) and bias, as plain PyTorch computes them in the
-    dtype of the inputs, P kept whole.
+    """dq, dk, dv, and the gradients of a score's sinks, by rows (1, H, Sq), and bias, as plain PyTorch
+    computes them in the dtype of the inputs, P kept whole.
 
     sizes: instead of each gradient the sum of the absolute values of its terms, which is what rounding errors
     are relative to: dP - delta may cancel, as it does in a row with a single key. P itself counts for more
@@ -62,7 +62,7 @@ def _gradient(
     ds = p * (dp + delta if sizes else dp - delta)
     more = ()
     if score is not None:
-        d_sinks = None if score.sinks is None else (p_sink * (delta if sizes else -delta)).sum((2, 3))
+        d_sinks = None if score.sinks is None else (p_sink * (delta if sizes else -delta)).squeeze(3)
         more = d_sinks, None if score.bias is None else summed(ds, (q.shape[0], *score.sizes[1:]))
         ds = ds * slope
     dk, dv = ds.mT @ q * scale, p.mT @ d_out
@@ -107,9 +107,11 @@ def gradient_fp64(
 
 
 def gradients_by_batch(
-    d_out, q, k, v, seen, sm_scale, dtype, score: ScoreParts | None = None, given=None, **options
-) -> tuple[torch.Tensor | None, ...]:
-    """`seen`: a `MaskWindow`, or a mask, bool (B, H, Sq, Sk), B and H or 1."""
+    d_out, q, k, v, seen, sm_scale, dtype, score: ScoreParts | None = None, given=None, *, by_rows=False,
+    **options,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """`seen`: a `MaskWindow`, or a mask, bool (B, H, Sq, Sk), B and H or 1. by_rows: of sinks not the
+    gradient (H) but what each row adds to it (B, H, Sq)."""
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     d_out, q, k, v = (x.to(dtype) for x in (d_out, q, k, v))
     parts = [
@@ -121,8 +123,8 @@ def gradients_by_batch(
         for b in range(q.shape[0])
     ]  # fmt: skip
     found = [None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)]
-    if score is not None and score.sinks is not None:
-        found[3] = found[3].sum(0)
+    if score is not None and score.sinks is not None and not by_rows:
+        found[3] = found[3].sum((0, 2))
     if score is not None and score.bias is not None:
         found[4] = summed(found[4], score.sizes)
         if score.diagonal:
