@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from attnlib.emulator.barriers import Barrier
 from attnlib.emulator.clocks import NEVER
 from attnlib.emulator.errors import Race
-from attnlib.emulator.machine import Program, Work
+from attnlib.emulator.machine import Partition, Program, Work
 from attnlib.emulator.memory import Barriers, Descriptor, Shared
 from attnlib.emulator.ptx import Threads, elements_of_threads
 from attnlib.emulator.values import TORCH, Int, Pointer, Tensor, plain, result
@@ -59,14 +59,37 @@ class CopyIn(Work):
 
 
 class CopyOut(Work):
-    """Out of shared memory to a tensor, or `added` to it."""
+    """Out of shared memory to a tensor."""
 
-    def __init__(self, desc: Descriptor, coordinates, buffer: Shared, added: bool) -> None:
+    def __init__(self, desc: Descriptor, coordinates, buffer: Shared) -> None:
         super().__init__((buffer,))
-        self.desc, self.coordinates, self.added = desc, coordinates, added
+        self.desc, self.coordinates = desc, coordinates
 
     def do(self) -> None:
-        self.desc.write(self.coordinates, self.reads[0].values, self.added)
+        self.desc.write(self.coordinates, self.reads[0].values)
+
+
+class AddOut(CopyOut):
+    """The same, added to the tensor, which takes place later."""
+
+    def __init__(self, desc: Descriptor, coordinates, buffer: Shared, partition: Partition) -> None:
+        super().__init__(desc, coordinates, buffer)
+        self.partition = partition
+
+    def do(self) -> None:
+        read = self.reads[0].values.clone()
+        self.partition.program.machine.land(self.partition, Landing(self.desc, self.coordinates, read))
+
+
+class Landing(Work):
+    """What `AddOut` has read, added to the tensor."""
+
+    def __init__(self, desc: Descriptor, coordinates, read: torch.Tensor) -> None:
+        super().__init__()
+        self.desc, self.coordinates, self.read = desc, coordinates, read
+
+    def do(self) -> None:
+        self.desc.write(self.coordinates, self.read, True)
 
 
 class Language:
@@ -101,7 +124,7 @@ class Language:
         )  # fmt: skip
         self.hopper = {
             "fence_async_shared": program.fence,
-            "async_add_shared_to_global": lambda *args: self._copy_out(*args, added=True),
+            "async_add_shared_to_global": self._add_out,
             "warpgroup_mma": self._warpgroup_mma,
             "warpgroup_mma_wait": self._warpgroup_mma_wait,
         }
@@ -122,10 +145,17 @@ class Language:
         buffer.begin_writing()
         self.machine.issue(self.machine.copies, CopyIn(desc, coordinates, barrier, buffer))
 
-    def _copy_out(self, desc: Descriptor, coordinates, buffer: Shared, added: bool = False) -> None:
-        _check_block(desc, buffer)
+    def _copy_out(self, desc: Descriptor, coordinates, buffer: Shared) -> None:
+        self._issue_out(CopyOut(desc, coordinates, buffer))
+
+    def _add_out(self, desc: Descriptor, coordinates, buffer: Shared) -> None:
+        self._issue_out(AddOut(desc, coordinates, buffer, self.machine.current))
+
+    def _issue_out(self, copy: CopyOut) -> None:
+        buffer = copy.reads[0]
+        _check_block(copy.desc, buffer)
         buffer.begin_reading("a copy out")
-        self.machine.issue(self.machine.current.stores, CopyOut(desc, coordinates, buffer, added))
+        self.machine.issue(self.machine.current.stores, copy)
 
     def _store_wait(self, pendings: int) -> None:
         self.machine.wait_for(self.machine.current.stores, int(pendings), "copies out")

@@ -73,6 +73,7 @@ class Partition:
         self.products: deque[Work] = deque()  # not waited for, in the order in which they are formed
         self.stores: deque[Work] = deque()  # copies out, not waited for
         self.additions: list[Work] = []  # to global memory, which may still be under way
+        self.landing: list[Work] = []  # copies out that have read shared memory and still have to add that
         self.loads: list = []  # buffers that it loaded since its last fence
         self.registers: dict = {}  # that assembly has declared for more than one line
 
@@ -246,12 +247,15 @@ class Machine:
             if partition.additions:
                 partition.additions = [work for work in partition.additions if not work.done]
                 events += partition.additions
+            if partition.landing:
+                partition.landing = [work for work in partition.landing if not work.done]
+                events += partition.landing
         return events
 
     def _finish_additions(self) -> None:
         """The end of a launch waits for them."""
         for partition in self.partitions:
-            for work in partition.additions:
+            for work in partition.additions + partition.landing:
                 if not work.done:
                     work.do()
 
@@ -298,6 +302,21 @@ class Machine:
             for work in partition.additions if partition is self.current or saw(work.event)
         ]  # fmt: skip
         self.wait(lambda: all(work.done for work in known), lambda: "additions to memory")
+
+    def land(self, partition: Partition, work: Work) -> None:
+        """What a partition's copy out adds to memory, some time after it has read it: before the partition
+        goes on from `wait_for_landing`."""
+        if self.in_order and self.order != "eager":
+            work.speed = self.rng.choice(SPEEDS)
+            partition.landing.append(work)
+        else:
+            work.do()
+
+    def wait_for_landing(self) -> None:
+        """Until all that copies out of this partition add has been added."""
+        self.wait_for(self.current.stores, 0, "copies out")
+        known = list(self.current.landing)
+        self.wait(lambda: all(work.done for work in known), lambda: "what copies out add")
 
     def wait_for(self, queue: deque[Work], outstanding: int, what: str) -> None:
         """All of a queue but the newest `outstanding`."""

@@ -242,6 +242,10 @@ class Threads:
             return self._poll(*names)
         if operation == "fence.acq_rel.gpu":
             return self.partition.program.machine.fence_additions()
+        if operation == "cp.async.bulk.wait_group" and names == ("0",):
+            return self.partition.program.machine.wait_for_landing()
+        if operation == "fence.proxy.async.global":  # memory that is added to has one proxy here
+            return None
         if operation.startswith("griddepcontrol."):  # launches are emulated one after the other
             return None
         if operation == ".reg":  # outside of braces: of the partition, from here on

@@ -60,7 +60,7 @@ def test_the_default_alone():
 def test_what_a_configuration_refuses_is_told():
     found, refused = forms_of(default_of(cell_of("256-causal-4096")), varied(["bulk=0,1"]))
     assert list(found) == [DEFAULT, "bulk=False"]
-    assert refused == ["bulk=True: bulk: expected False with deterministic=False, block_n=64, got True"]
+    assert refused == ["bulk=True: bulk: expected False with block_n=64, got True"]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from attnlib.kernels.hopper.configs_backward import (
     KEYS_96,
     OWN_VALUES,
     SPLIT,
+    BackwardKind,
     HopperBackwardConfig,
     hopper_backward_config,
 )
@@ -179,7 +180,9 @@ OWN_LOADS = {(256, "shared varlen window"): 5, (KEYS, "varlen dense"): 6, (KEYS_
 """Of single kinds. No call gets the first by itself: such varlen calls visit all query heads of a group."""
 
 
-def columns_of(name: int | str, deterministic: bool = False) -> tuple[int, int, HopperBackwardConfig]:
+def columns_of(
+    name: int | str, deterministic: bool = False, masked: bool = False
+) -> tuple[int, int, HopperBackwardConfig]:
     """Those of queries and of values, and the configuration."""
     if name == PAIR:
         return 192, 128, replace(OWN_VALUES, deterministic=deterministic)
@@ -191,7 +194,8 @@ def columns_of(name: int | str, deterministic: bool = False) -> tuple[int, int, 
         return 192, 128, replace(KEYS_96, value_columns=128)
     if name in (160, 192):
         return name, name, replace(SPLIT[name], deterministic=deterministic)
-    return name, name, hopper_backward_config(name, deterministic)
+    kind = BackwardKind(masked and deterministic)
+    return name, name, hopper_backward_config(name, deterministic, kind=kind)
 
 
 def call_of(
@@ -231,7 +235,7 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool], s
     name, kind, dtype = case
     option, kind = option_of(kind)
     deterministic = option == "deterministic"
-    columns, _, config = columns_of(name, deterministic)
+    columns, _, config = columns_of(name, deterministic, KINDS[kind][0] or "window" in kind)
     if option in FORMS:
         config = replace(config, **FORMS[option])
     causal, tail, *asked = KINDS[kind]
@@ -318,7 +322,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     loops = stats.loops  # one for each consumer
     assert sorted(loop["HGMMA"] for loop in loops) == IN_A_STEP[width]
     assert sorted(loop.get("MUFU.EX2", 0) for loop in loops) == EX2[width]
-    in_bulk = "bulk" in option
+    in_bulk = "bulk" in option or (deterministic and width == 64)
     added = "STS" if in_bulk else "REDG"
     assert sorted(loop.get(added, 0) for loop in loops) == ADDITIONS[width], "16 bytes at a time"
     assert not in_bulk or not any(loop.get("REDG") for loop in loops)

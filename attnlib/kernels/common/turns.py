@@ -17,11 +17,16 @@ that they arrive at, and by a fence of the GPU's scope behind it, which waits un
 the wait for a turn acquires what that releases. Additions and counts go through the generic proxy, so no
 fence between proxies is needed.
 
+Additions in bulk (`BULK`) go through the async proxy. The warp that has started them waits until they have
+been made (`cp.async.bulk.wait_group`, not only until shared memory has been read), and then counts. When its
+turn has come it executes a fence between the proxies, so that its additions don't begin before.
+
     Why a warp of its own
 
 The fence and the load of the counter are two round trips to the L2, some 3000 clocks together on an H200,
 about as much as a step has. So neither is in the warps that compute: one warp of a program only waits for
-turns, another one only counts, and mbarriers tell the others.
+turns, another one only counts, and mbarriers tell the others. Where additions are made in bulk, the warp that
+starts them does both.
 """
 
 from triton.experimental import gluon
@@ -31,16 +36,25 @@ from attnlib.kernels.common import launch_preprocess
 
 TURNS = gl.constexpr(launch_preprocess.TURNS)
 
-_AWAIT = gl.constexpr(
-    "{ .reg .pred q; .reg .b32 t; AGAIN: ld.acquire.gpu.global.b32 t, [$1]; setp.lt.u32 q, t, $2; "
-    "@q bra AGAIN; bar.warp.sync 0xffffffff; mov.b32 $0, 0; }"
-)
+
+@gluon.constexpr_function
+def _await_asm(bulk):
+    fence = "fence.proxy.async.global; " if bulk else ""
+    return (
+        "{ .reg .pred q; .reg .b32 t; AGAIN: ld.acquire.gpu.global.b32 t, [$1]; setp.lt.u32 q, t, $2; "
+        f"@q bra AGAIN; bar.warp.sync 0xffffffff; {fence}mov.b32 $0, 0; }}"
+    )
+
+
 # `elect.sync`, not a comparison with the lane: with that, ptxas takes the loops of consumers, too, for
 # different in each thread, and moves the addresses of operands in every step.
-_END = gl.constexpr(
-    "{ .reg .pred q; .reg .b32 t; fence.acq_rel.gpu; elect.sync t|q, 0xffffffff; "
-    "@q red.relaxed.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0; }"
-)
+@gluon.constexpr_function
+def _end_asm(bulk):
+    made = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; " if bulk else ""
+    return (
+        f"{{ .reg .pred q; .reg .b32 t; {made}fence.acq_rel.gpu; elect.sync t|q, 0xffffffff; "
+        "@q red.relaxed.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0; }"
+    )
 
 
 @gluon.jit
@@ -49,16 +63,20 @@ def _counter(turns_ptr, block, plan: gl.constexpr):
 
 
 @gluon.jit
-def await_turn(turns_ptr, block, turn, plan: gl.constexpr):
-    """For a warp: wait until so many programs have added to a block of sums."""
+def await_turn(turns_ptr, block, turn, plan: gl.constexpr, BULK: gl.constexpr = False):
+    """For a warp: wait until so many programs have added to a block of sums. BULK: this warp then starts
+    additions in bulk."""
     address = _counter(turns_ptr, block, plan)
     gl.inline_asm_elementwise(
-        _AWAIT, "=r,l,r", [address, turn], dtype=gl.int32, is_pure=False, pack=1
+        _await_asm(BULK), "=r,l,r", [address, turn], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def end_turn(turns_ptr, block, plan: gl.constexpr):
-    """For another warp, which knows that its program has added to a block of sums: count that."""
+def end_turn(turns_ptr, block, plan: gl.constexpr, BULK: gl.constexpr = False):
+    """For another warp, which knows that its program has added to a block of sums: count that. BULK: for the
+    warp that has started the additions, in bulk."""
     address = _counter(turns_ptr, block, plan)
-    gl.inline_asm_elementwise(_END, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        _end_asm(BULK), "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
+    )

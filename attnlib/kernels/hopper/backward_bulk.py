@@ -9,7 +9,9 @@ and as fast as the L2 takes them. A plan that is `bulk` keeps them out of it.
     sums_free[w]      it has been read                         consumer w, to write   j & 1
                                                                dQ(j-1) after dQ(j-2)
 
-A consumer has one buffer. `mem` is the `Memory` of a kernel, `plan` its plan.
+A consumer has one buffer. With a deterministic plan this warp waits for the turn of each step, and counts it
+(`turns`): the consumers know nothing of turns, they wait where their buffer is still full.
+`mem` is the `Memory` of a kernel, `plan` its plan.
 """
 
 from triton.experimental import gluon
@@ -19,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from attnlib.kernels.common import launch_postprocess, tma
 from attnlib.kernels.common.bulk_add import async_add_shared_to_global
 from attnlib.kernels.common.named_barrier import named_barrier
+from attnlib.kernels.common.turns import await_turn, end_turn
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper.backward_persistent import tile_number
 
@@ -101,6 +104,8 @@ def _add_tile(descs, mem, number, after, work, plan: gl.constexpr):
         parts: gl.constexpr = len(descs)
         for j in range(n):
             line = block * (plan.block_m * plan.width // LINE)
+            if plan.deterministic:
+                await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan, True)
             for w in gl.static_range(plan.writers):
                 named_barrier("sync", SUMS_FULL + w, 160)
                 for i in gl.static_range(parts):
@@ -113,6 +118,8 @@ def _add_tile(descs, mem, number, after, work, plan: gl.constexpr):
                 tma.store_wait((plan.writers - 1 - w) * parts)
                 if (j + 1 < n) | (following >= 0):
                     mbarrier.arrive(mem.sums_free.index(w), count=1)
+            if plan.deterministic:
+                end_turn(work.turns_ptr, block, plan, True)
             block += 1
             m += 1
             if m == tile.m_end:

@@ -84,9 +84,10 @@ steps of all tiles.
     A fixed order of the additions to dQ
 
 With a deterministic plan the programs of a head add to a block of sums one after the other, in the order of
-their numbers (see `turns`; `backward_tiles.turn` has the order). One more warp waits for the turn of each
-step and then arrives at `granted`. Another one waits at `added` until both consumers have added their halves,
-arrives at `granted`, so that the next step may add, and counts the additions when they are complete.
+their numbers (see `turns`; `backward_tiles.turn` has the order). In bulk, the warp that adds sees to that.
+Else one more warp waits for the turn of each step and then arrives at `granted`. Another one waits at `added`
+until both consumers have added their halves, arrives at `granted`, so that the next step may add, and counts
+the additions when they are complete.
 
     Programs that share a key head
 
@@ -181,7 +182,7 @@ class Memory(NamedTuple):
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
-    turns: Turns  # of a deterministic plan, else None
+    turns: Turns  # where consumers are `granted` turns, else None
     sums: tuple  # of a bulk plan: [2, lines, LINE], of each part
     sums_free: gl.shared_memory_descriptor
     next_tile: gl.shared_memory_descriptor  # of a persistent plan
@@ -313,10 +314,10 @@ def _visit(
         fence_async_shared()
         tell_sums(n, WG)
     else:
-        if plan.deterministic:
+        if plan.granted:
             await_grant(mem.turns, n - 1)
         _add_dq(dq_ptr, _before(block, m, 1, 0, tile.m_start, gap, plan), dq, n > 0, WG, plan)
-        if plan.deterministic:
+        if plan.granted:
             tell_added(mem.turns, n - 1)
     if plan.shared:
         leave(sums, dk, 0, plan)
@@ -459,13 +460,13 @@ def _steps(
         if plan.bulk:
             tell_sums(i, WG)
         else:
-            if plan.deterministic:
+            if plan.granted:
                 await_grant(mem.turns, j - 1)
             # Not before the fence in write_ds, which might wait for it.
             _add_dq(dq_ptr, _before(block, m, j, last, tile.m_start, gap, plan), dq, i > 0, WG, plan)
         dk = await_parts(dk_token, parts)
         release(Q_FREE, i)
-        if plan.deterministic:
+        if plan.granted:
             tell_added(mem.turns, j - 1)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
@@ -536,7 +537,7 @@ def attention_backward_hopper(
     if plan.persistent:
         told = new_next_tile()
         counter_ptr = counter_ptr.to(gl.pointer_type(gl.int32))
-    if plan.deterministic:
+    if plan.granted:
         turns = new_turns(2)
     if plan.bulk:
         desc_sums = together(desc_sums, desc_sums_right)
@@ -570,7 +571,7 @@ def attention_backward_hopper(
     )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
     registers: gl.constexpr = plan.registers
-    if plan.deterministic:
+    if plan.granted:
         gl.warp_specialize([
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),

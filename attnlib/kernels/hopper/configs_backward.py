@@ -25,9 +25,10 @@ class HopperBackwardConfig:
         alternate: the two consumers start their products in turns, kept by barriers, instead of later; in
             programs that stay from tile to tile. Not in the wide kernel, whose warpgroups do different
             things.
-        bulk: dQ goes to memory through shared memory, see `backward_bulk`. Not with deterministic sums.
+        bulk: dQ goes to memory through shared memory, see `backward_bulk`.
         persistent: a program stays on its SM and draws one tile after the other, see `backward_persistent`;
-            not for varlen sequences.
+            not for varlen sequences. Not with deterministic sums: a program with tiles of
+            small and of large numbers may wait for one that has not been started.
         early_mask: P is masked before its exponentials, not after.
         pause_every: a warpgroup that adds dQ from its registers pauses after so many additions of each
             thread, see `backward_ring.add_sums`; 0: never. Not with `bulk` or deterministic sums.
@@ -69,9 +70,10 @@ class HopperBackwardConfig:
         if self.alternate and self.block_n != 128:
             raise ValueError(f"alternate: expected False with block_n={self.block_n} (wide kernel), got True")
         for option in ("bulk", "persistent"):
-            if getattr(self, option) and (self.deterministic or self.block_n != 128):
-                others = f"deterministic={self.deterministic}, block_n={self.block_n}"
-                raise ValueError(f"{option}: expected False with {others}, got True")
+            if getattr(self, option) and self.block_n != 128:
+                raise ValueError(f"{option}: expected False with block_n={self.block_n}, got True")
+        if self.persistent and self.deterministic:
+            raise ValueError("persistent: expected False with deterministic=True, got True")
         if self.deterministic and self.visited is not None and self.added:
             raise ValueError(
                 f"added: expected False with deterministic=True and visited={self.visited}, got True"
@@ -281,6 +283,8 @@ _VARLEN = {
     96: (_IN_TURNS, _IN_TURNS | {"early_mask": True}),
 }
 """The same of varlen sequences, whose programs have one tile."""
+_IN_ORDER = {64: ({"alternate": True, "bulk": True, "half_p": False}, _IN_TURNS_64)}
+"""The same where sums have an order."""
 LONG_ROWS, LONG_STAGGER = 16384, 1200
 """From so many rows on, programs of 128 columns without a mask have one tile, and this `stagger`."""
 
@@ -331,7 +335,8 @@ def hopper_backward_config(
     split = smallest_split(splits, head_dim)
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
     if deterministic:
-        return replace(chosen, deterministic=True, pause_every=0)
+        changes = _IN_ORDER.get(split or width, ({}, {}))[kind.masked]
+        return replace(chosen, deterministic=True, **({"pause_every": 0} | changes))
     if width <= 128:
         if kind.varlen:
             return replace(chosen, **_VARLEN.get(split or width, ({}, {}))[kind.masked])

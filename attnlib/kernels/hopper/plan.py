@@ -214,6 +214,9 @@ class BackwardPlan(Constants):
     # The last keys come first.
     backwards = property(lambda self: gl.constexpr(self.deterministic.value and self.mask.causal.value))
 
+    # Consumers add dQ themselves, each when it is granted its turn.
+    granted = property(lambda self: gl.constexpr(self.deterministic.value and not self.bulk.value))
+
     # Clocks by which the second consumer begins later.
     delay = property(
         lambda self: gl.constexpr(

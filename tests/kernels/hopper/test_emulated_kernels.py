@@ -435,6 +435,21 @@ def test_dq_has_the_same_bits_in_every_order(name: str) -> None:
     assert len(bits_of_runs(replace(IN_ORDER[name], deterministic=True))) == 1
 
 
+TURNS = {"alternate": True, "early_mask": True, "half_p": False}
+BULK = {"bulk": {"bulk": True}, "bulk, alternate": {"bulk": True} | TURNS}
+IN_BULK = [(name, form) for name, call in IN_ORDER.items() if call.D in (64, 96, 128) for form in BULK]
+IN_BULK_FIRST = [
+    ("no right bound", "bulk, alternate"), ("96 columns", "bulk"), ("varlen window", "bulk, alternate"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", with_more(IN_BULK_FIRST, IN_BULK), ids=", ".join)
+def test_dq_in_bulk_has_the_same_bits_in_every_order(case: tuple[str, str]) -> None:
+    name, form = case
+    config = replace(hopper_backward_config(IN_ORDER[name].D, True), **BULK[form])
+    assert len(bits_of_runs(replace(IN_ORDER[name], config=config, deterministic=True))) == 1
+
+
 @pytest.mark.parametrize("name", ["256 columns", *more(["causal", "80 columns"])])
 def test_without_turns_bits_differ(name: str) -> None:
     """So the test above can fail."""

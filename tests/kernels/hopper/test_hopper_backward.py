@@ -160,18 +160,19 @@ def test_which_programs_stay_on_their_sm() -> None:
             params = Params(window, SCALE, deterministic=deterministic)
             config = hopper.configuration(q, q, q, params, backward=True)
             assert config.persistent is (head_dim <= 128 and not deterministic)
-            assert config.bulk is (head_dim <= 64 and not deterministic)
+            assert config.bulk is (head_dim <= 64)
             drift = window == windows[0] and (
                 80 < head_dim <= 96 or (head_dim <= 64 and dtype == torch.bfloat16)
             )
-            assert config.alternate is (config.persistent and not drift)
+            in_turns = head_dim <= 64 if deterministic else config.persistent and not drift
+            assert config.alternate is in_turns
             assert not hopper.configuration(q, k, k, params, backward=True).persistent
             tokens, starts = q[0].transpose(0, 1), torch.tensor([0, 130], dtype=torch.int32)
             varlen = params._replace(varlen=Varlen(starts, starts, 130, 130))
             config = hopper.configuration(tokens, tokens, tokens, varlen, backward=True)
             assert not config.persistent
             turns = 64 < head_dim <= 96 or (head_dim <= 64 and window == windows[1])
-            assert config.alternate is (turns and not deterministic)
+            assert config.alternate is (head_dim <= 64 if deterministic else turns)
 
 
 @pytest.mark.parametrize(
@@ -274,28 +275,15 @@ def test_only_two_equal_consumers_alternate() -> None:
         replace(hopper_backward_config(256), alternate=True)
 
 
-@pytest.mark.parametrize(
-    ("config", "others"),
-    [
-        (hopper_backward_config(256), "deterministic=False, block_n=64"),
-        (hopper_backward_config(64, deterministic=True), "deterministic=True, block_n=128"),
-    ],
-)
-def test_who_adds_in_bulk(config: HopperBackwardConfig, others: str) -> None:
-    with pytest.raises(ValueError, match=f"^bulk: expected False with {others}, got True$"):
-        replace(config, bulk=True)
+@pytest.mark.parametrize("option", ["bulk", "persistent"])
+def test_the_wide_kernel_does_without(option: str) -> None:
+    with pytest.raises(ValueError, match=f"^{option}: expected False with block_n=64, got True$"):
+        replace(hopper_backward_config(256), **{option: True})
 
 
-@pytest.mark.parametrize(
-    ("config", "others"),
-    [
-        (hopper_backward_config(256), "deterministic=False, block_n=64"),
-        (hopper_backward_config(64, deterministic=True), "deterministic=True, block_n=128"),
-    ],
-)
-def test_who_can_stay_on_an_sm(config: HopperBackwardConfig, others: str) -> None:
-    with pytest.raises(ValueError, match=f"^persistent: expected False with {others}, got True$"):
-        replace(config, persistent=True)
+def test_sums_in_order_have_programs_of_one_tile() -> None:
+    with pytest.raises(ValueError, match="^persistent: expected False with deterministic=True, got True$"):
+        replace(hopper_backward_config(64, deterministic=True), persistent=True)
 
 
 @pytest.mark.parametrize(
@@ -335,8 +323,7 @@ def test_how_often_calls_pause() -> None:
         ({"query_columns": 176}, "query_columns: expected 160 or 192, got 176"),
         ({"query_columns": 160}, "value_columns: expected 128 or 160, got 192"),
         ({"alternate": True}, r"alternate: expected False with block_n=96 \(wide kernel\), got True"),
-        ({"persistent": True},
-         "persistent: expected False with deterministic=False, block_n=96, got True"),
+        ({"persistent": True}, "persistent: expected False with block_n=96, got True"),
     ],
 )  # fmt: skip
 def test_what_96_keys_a_program_do_without(changes: dict[str, object], reason: str) -> None:
