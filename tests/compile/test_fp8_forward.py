@@ -55,8 +55,10 @@ SPILLS: dict[tuple[int, str, str], int] = {}
 def config_of(case: tuple[int, str, str]) -> HopperConfig:
     """What such a call has."""
     causal, _, _, _, *others = KINDS[case[1]]
-    dense = not causal and not {"varlen", "left"} & set(others)
-    return fp8_config(case[0], dense, "own queries" in others and case[2] == "fp32")
+    batch = not {"varlen", "left"} & set(others)
+    own_queries = "own queries" in others
+    crowded = own_queries and case[2] == "fp32"
+    return fp8_config(case[0], batch and not causal, batch and causal, own_queries, crowded)
 
 
 KEPT_CASES = [case for case in CASES if config_of(case).keep_shift]
@@ -124,15 +126,16 @@ def test_weights_move_to_no_other_thread(compiled: dict[tuple, Stats], case: tup
 
 @pytest.mark.parametrize("case", KEPT_CASES, ids=lambda case: "-".join(map(str, case)))
 def test_where_shifts_are_kept_no_maximum_is_on_the_way(compiled: dict[tuple, Stats], case: tuple) -> None:
-    """Up to the vote, after which a warp with a large weight goes another way: 64 exponentials, the largest
-    of 16 sums of four, no exchange between threads, no spill. The scale of queries times that of keys is one
-    instruction; own queries have a scale for both rows of a thread."""
+    """Up to the vote, after which a warp with a large weight goes another way: the exponentials of a thread,
+    the largest of their sums of four, no exchange between threads, no spill. The scale of queries times that
+    of keys is one instruction; own queries have a scale for both rows of a thread."""
     stats, scales = compiled[case], 2 if case[1] in OWN_QUERIES else 1
+    scores = config_of(case).block_n // 2  # of a thread
     assert len(stats.loop_listings) == config_of(case).warpgroups
     for listing in stats.loop_listings:
         vote = next(i for i, text in enumerate(listing) if "VOTE.ANY" in text)
         before = [opcode(text) for text in listing[:vote]]
         assert len(before) < 325 and not {"FMNMX", "SHFL", "LDS", "STS"} & set(before)
-        assert before.count("MUFU.EX2") == 64 and before.count("FFMA") == 64 + scales
+        assert before.count("MUFU.EX2") == scores and before.count("FFMA") == scores + scales
         assert before.count("VIMNMX") + before.count("VIMNMX3") <= 12
         assert not {"LDL", "STL"} & {opcode(text) for text in listing}

@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
 import tuned_forms  # noqa: E402
 from tune_backward import cell_of  # noqa: E402
-from tuned_forms import each_form, failure, judge, table_of  # noqa: E402
+from tuned_forms import Rounds, each_form, failure, judge, table_of  # noqa: E402
 
 import attnlib  # noqa: E402
 from attnlib.bench import fp8_peers  # noqa: E402
@@ -172,7 +172,7 @@ def compile_one(name: str, form: HopperConfig) -> str:
     return failure(name, form, kernel(operands, cell, form))
 
 
-def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
+def report(name: str, forms: Forms, rounds: Rounds) -> tuple[str, list[str]]:
     """The lines of a cell, and what is wrong."""
     cell = cell_of(name)
     cases = cases_of(cell)
@@ -193,7 +193,7 @@ def default_of(name: str) -> HopperConfig:
     cell = cell_of(name)
     if cell.shape.head_dim not in WIDTHS or cell.shape.head_dim_v or cell.kind not in ("causal", "dense"):
         raise ValueError(f"cells: expected D of {WIDTHS}, causal or dense, such as 64-dense-4096, got {name}")
-    return fp8_config(cell.shape.head_dim, dense=not cell.shape.causal)
+    return fp8_config(cell.shape.head_dim, dense=not cell.shape.causal, causal=cell.shape.causal)
 
 
 def check(form: HopperConfig) -> None:

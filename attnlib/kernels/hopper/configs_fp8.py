@@ -6,24 +6,39 @@ from attnlib.kernels.hopper.configs import HopperConfig
 
 _THREE = {"joint": True, "consumer_registers": 160, "producer_registers": 32, "max_registers": 128}
 _LATE = {"late_wait": True, "pin": True}
+_LAST = {"diagonal_bytes": 4 << 20, "last_waves": 2.5}
 _CONFIGS = {
     64: HopperConfig(128, 3, 4, 64, q_columns=64, **_THREE, **_LATE),
     128: HopperConfig(128, 2, 4, 128, q_columns=128, named=True, **_LATE),
     256: HopperConfig(128, 2, 2, 128, named=True, **_LATE),
 }
+# What differs where each query of a batch sees all keys, or all but those behind its diagonal. Kept shifts at
+# 64 columns won in dense calls and lost under a diagonal (docs/lab/fp8.md); words would spill with the late
+# wait. Queries that the kernel quantizes stay in registers, where three warpgroups have no room for those of
+# 128 columns.
+_SHORT_STEPS = HopperConfig(64, 3, 4, 128, keep_shift=True, **_THREE, **_LATE)
+_DENSE = {64: replace(_CONFIGS[64], keep_shift=True, late_wait=False, pin=False), 128: _SHORT_STEPS}
+_CAUSAL = {64: replace(_CONFIGS[64], **_LAST), 128: replace(_SHORT_STEPS, **_LAST)}
+_OWN_QUERIES_DENSE = {64: _DENSE[64], 128: replace(_CONFIGS[128], keep_shift=True)}
+_OWN_QUERIES_CAUSAL = {64: _CAUSAL[64], 128: replace(_CONFIGS[128], **_LAST)}
 
 
-# Where each query of a batch sees all keys. Kept shifts won there at 64 and 128 columns, and lost at 256 and
-# under a causal mask (docs/lab/fp8.md). At 64 columns words would spill with the late wait.
-_DENSE = {
-    64: replace(_CONFIGS[64], keep_shift=True, late_wait=False, pin=False),
-    128: replace(_CONFIGS[128], keep_shift=True),
-}
+def fp8_config(
+    width: int, dense: bool = False, causal: bool = False, own_queries: bool = False, crowded: bool = False
+) -> HopperConfig:
+    """The configuration for tiles of 64, 128 or 256 columns.
 
-
-def fp8_config(width: int, dense: bool = False, crowded: bool = False) -> HopperConfig:
-    """The configuration for tiles of 64, 128 or 256 columns. dense: each query of a batch sees all keys; no
-    varlen call is. crowded: buffers hold queries of 16 bits and an output of 32, for which there is room if
-    that leaves in two halves."""
-    config = _DENSE.get(width, _CONFIGS[width]) if dense else _CONFIGS[width]
+    Args:
+        dense: each query of a batch sees all keys.
+        causal: each query of a batch sees all keys but those behind its diagonal.
+        own_queries: the kernel quantizes them.
+        crowded: buffers hold queries of 16 bits and an output of 32, for which there is room if that leaves
+            in two halves.
+    """
+    special = {}
+    if dense:
+        special = _OWN_QUERIES_DENSE if own_queries else _DENSE
+    elif causal:
+        special = _OWN_QUERIES_CAUSAL if own_queries else _CAUSAL
+    config = special.get(width, _CONFIGS[width])
     return replace(config, o_columns=width // 2) if crowded else config

@@ -54,9 +54,12 @@ def forward(
     """
     queries, scale, dtype = (q.data, q.scale, None) if isinstance(q, Fp8) else (readable(q), None, q.dtype)
     if params.config is None:
-        dense = params.varlen is None and params.window == MaskWindow(None, None)
-        crowded = dtype is not None and out_dtype == torch.float32
-        params = params._replace(config=fp8_config(k.width, dense, crowded))
+        batch = params.varlen is None
+        dense = batch and params.window == MaskWindow(None, None)
+        causal = batch and params.window == MaskWindow(None, 0)
+        own_queries = dtype is not None
+        crowded = own_queries and out_dtype == torch.float32
+        params = params._replace(config=fp8_config(k.width, dense, causal, own_queries, crowded))
     plain = signature(params, queries, k.data)
     plain = plain._replace(strides=(queries.stride(), k.data.stride()), dtype=out_dtype)
     scales = scale, k.scale, v.scale

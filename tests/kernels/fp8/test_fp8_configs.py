@@ -41,19 +41,19 @@ def test_rows_of_varlen_sequences_are_counted() -> None:
         launch_fp8.prepare(asked._replace(plain=asked.plain._replace(q=(rows, 2, 64))))
 
 
-DENSE = {
-    64: {"keep_shift": True, "late_wait": False, "pin": False}, 128: {"keep_shift": True}, 256: {},
-}  # fmt: skip
-"""What a dense call of a batch has otherwise."""
+WIDTHS = 64, 128, 256
 CALLS = {
-    "dense": ({"causal": False}, True), "dense, a tail of keys": ({"causal": False, "S_k": 300}, True),
-    "dense, LSE, another sign": ({"causal": False, "sm_scale": -0.1}, True),
-    "causal": ({}, False), "left": ({"causal": False, "window": (70, -1)}, False),
-    "right": ({"causal": False, "window": (-1, 70)}, False),
-    "both": ({"causal": False, "window": (70, 10)}, False),
-    "varlen": ({"causal": False, "varlen": ((40, 70), (0, 5))}, False),
-    "varlen, causal": ({"varlen": ((40, 70), (0, 5))}, False),
+    "dense": ({"causal": False}, "dense"), "dense, a tail of keys": ({"causal": False, "S_k": 300}, "dense"),
+    "dense, LSE, another sign": ({"causal": False, "sm_scale": -0.1}, "dense"),
+    "causal": ({"S_q": 256}, "causal"), "left": ({"causal": False, "window": (70, -1)}, ""),
+    "right": ({"causal": False, "window": (-1, 70)}, ""),
+    "both": ({"causal": False, "window": (70, 10)}, ""),
+    "varlen": ({"causal": False, "varlen": ((40, 70), (0, 5))}, ""),
+    "varlen, causal": ({"varlen": ((40, 70), (0, 5))}, ""),
 }  # fmt: skip
+"""What is asked for, and the kind of call that has a configuration of its own."""
+KEPT = {(64, "dense"), (128, "dense"), (128, "causal")}
+"""Where shifts are kept."""
 
 
 def prepared(call: Call) -> launch_fp8.Call:
@@ -66,22 +66,33 @@ def prepared(call: Call) -> launch_fp8.Call:
     return asked
 
 
-@pytest.mark.parametrize("width", DENSE)
-def test_a_dense_batch_has_its_own(width: int) -> None:
-    assert not fp8_config(width).keep_shift and fp8_config(width).late_wait
-    assert fp8_config(width, dense=True) == replace(fp8_config(width), **DENSE[width])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", ["", "dense", "causal"])
+def test_where_shifts_are_kept(kind: str, width: int) -> None:
+    config = fp8_config(width, dense=kind == "dense", causal=kind == "causal")
+    assert config.keep_shift == ((width, kind) in KEPT)
+    assert config.late_wait == ((width, kind) != (64, "dense"))
+    own = fp8_config(width, dense=kind == "dense", causal=kind == "causal", own_queries=True)
+    assert width == 256 or own.q_columns == width, "queries stay in registers"
 
 
-@pytest.mark.parametrize("width", DENSE)
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_gets(name: str, width: int) -> None:
     """Where shifts are kept the plan keeps them, whatever else the call asks for: a wait that is chosen for
     kept shifts is not used without them."""
-    options, dense = CALLS[name]
+    options, kind = CALLS[name]
     call = Call(width, **{"H": 1, "H_kv": 1, "S_q": 200, "S_k": 256} | options)
     asked = prepared(call)
-    assert asked.plain.config == fp8_config(width, dense)
-    assert launch_fp8.plan_of(asked).keep_shift.value == (dense and width < 256)
+    assert asked.plain.config == fp8_config(width, dense=kind == "dense", causal=kind == "causal")
+    assert launch_fp8.plan_of(asked).keep_shift.value == ((width, kind) in KEPT)
+
+
+def test_a_diagonal_across_blocks_keeps_no_shift() -> None:
+    """Of 64 rows and 64 keys each: then two blocks of a row need a mask."""
+    asked = prepared(Call(128, 1, 1, 200, 256))
+    assert asked.plain.config == fp8_config(128, causal=True)
+    assert not launch_fp8.plan_of(asked).keep_shift.value
 
 
 def test_what_a_call_brings_is_taken() -> None:
