@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
@@ -26,4 +29,31 @@ def in_rounds(
         random.Random(i).shuffle(order)
         for name in order:
             samples[name].append(timing.time_ms(calls[name], setting=setting).median)
+    return samples
+
+
+SETTLED_MS = 500
+"""For so long calls run before the first one counts in `in_turn`: then the GPU is at its power limit."""
+
+
+def in_turn(calls: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, list[float]]:
+    """Milliseconds of single calls, in shuffled rounds of one call each without a pause. At the power limit
+    the clock changes from one window to the next by more than calls differ; here each call has the clock that
+    the others leave it. For calls of a millisecond or more: L2 is as the call before leaves it.
+    """
+    samples: dict[Key, list[float]] = {name: [] for name in calls}
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, i = time.monotonic(), 0
+    while i < rounds:
+        order = list(calls)
+        random.Random(i).shuffle(order)
+        settled = time.monotonic() - begin > SETTLED_MS / 1000
+        for name in order:
+            start.record()
+            calls[name]()
+            end.record()
+            end.synchronize()
+            if settled:
+                samples[name].append(start.elapsed_time(end))
+        i += settled
     return samples

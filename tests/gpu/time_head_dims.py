@@ -196,6 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time head dimensions that are no powers of two.")
     parser.add_argument("--pass", dest="ways", choices=list(PASSES), nargs="+",
                         default=["forward", "backward"], help="which (default: the first two)")  # fmt: skip
+    parser.add_argument("--dims", type=int, nargs="+", help="these head dimensions alone (default: all)")
     parser.add_argument("--seconds", type=float, default=240,
                         help="begin nothing after so many (default: %(default)s)")  # fmt: skip
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/head_dims.json)")
@@ -206,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (replace(shape, causal=causal), way)
         for way in args.ways
         for shape in PASSES[way].shapes
+        if args.dims is None or shape.head_dim in args.dims
         for causal in (True, False)
     ]
     compile_all(calls)

@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
 import forms_record  # noqa: E402
 import tune_backward  # noqa: E402
+from tuned_forms import Rounds  # noqa: E402
 
 from attnlib.bench import timing  # noqa: E402
 from attnlib.bench.plane import ALL as KINDS  # noqa: E402
@@ -67,7 +68,7 @@ def forms_of(cell: Cell) -> dict[str, HopperBackwardConfig]:
 
 def bursts(cell: Cell) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of a call, and what is wrong."""
-    return tune_backward.rows(cell, forms_of(cell), ROUNDS)
+    return tune_backward.rows(cell, forms_of(cell), Rounds(ROUNDS))
 
 
 def sustained(cell: Cell) -> tuple[list[dict[str, Any]], list[str]]:

@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
 import forms_record  # noqa: E402
 import tune_backward  # noqa: E402
+from tuned_forms import Rounds  # noqa: E402
 
 from attnlib.bench.plane import Cell  # noqa: E402
 from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig  # noqa: E402
@@ -42,7 +43,7 @@ def forms_of(cell: Cell) -> dict[str, HopperBackwardConfig]:
 
 def pauses(cell: Cell) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of a call, and what is wrong."""
-    return tune_backward.rows(cell, forms_of(cell), ROUNDS)
+    return tune_backward.rows(cell, forms_of(cell), Rounds(ROUNDS))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
 import tuned_forms  # noqa: E402
 from time_plane import GradientSample, apart  # noqa: E402
-from tuned_forms import failure, judge, table_of  # noqa: E402
+from tuned_forms import Rounds, failure, judge, table_of  # noqa: E402
 
 from attnlib.bench import peers, plane  # noqa: E402
 from attnlib.bench.backward import GRADIENTS, make_gradient  # noqa: E402
@@ -177,7 +177,7 @@ def wrong(sample: Sample, first: tuple[Tensor, ...], gradients: tuple[Tensor, ..
 
 
 def measured(
-    cell: Cell, name: str, forms: Forms, rounds: int
+    cell: Cell, name: str, forms: Forms, rounds: Rounds
 ) -> tuple[dict[str, list[float]], list[str]]:
     """Milliseconds of the right forms of a call and of FlashAttention-3, and what is wrong."""
     tensors = inputs(cell)
@@ -202,13 +202,13 @@ def row_of(cell: Cell, form: str, ms: list[float]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rows(cell: Cell, forms: Forms, rounds: int) -> tuple[list[dict[str, Any]], list[str]]:
+def rows(cell: Cell, forms: Forms, rounds: Rounds) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of a record for one call, all forms beside FlashAttention-3, and what is wrong."""
     found, bad = measured(cell, cell.label, forms, rounds)
     return [row_of(cell, form, ms) for form, ms in found.items()], bad
 
 
-def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
+def report(name: str, forms: Forms, rounds: Rounds) -> tuple[str, list[str]]:
     """The lines of a cell, and what is wrong."""
     cell = cell_of(name)
     kind = KINDS[cell.kind]

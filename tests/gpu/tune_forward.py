@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 import tuned_forms  # noqa: E402
 from time_plane import Sample, apart  # noqa: E402
 from tune_backward import FA3, KINDS, cell_of, default_of  # noqa: E402
-from tuned_forms import each_form, failure, judge, table_of  # noqa: E402
+from tuned_forms import Rounds, each_form, failure, judge, table_of  # noqa: E402
 
 from attnlib.bench import peers  # noqa: E402
 from attnlib.bench.oracle import make_inputs  # noqa: E402
@@ -67,7 +67,7 @@ def wrong(sample: Sample, first: Tensor, out: Tensor) -> str:
     return apart(out, first, found.budget.rms, "the first form's") if found.ok else found.reason
 
 
-def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
+def report(name: str, forms: Forms, rounds: Rounds) -> tuple[str, list[str]]:
     """The lines of a cell, and what is wrong."""
     cell = cell_of(name)
     kind, tensors = KINDS[cell.kind], make_inputs(cell.shape, device=tuned_forms.DEVICE)

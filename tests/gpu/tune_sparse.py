@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
 import tuned_forms  # noqa: E402
 from time_sparse import TOKENS, causal, documents, inputs_of, kept_blocks, scores_of  # noqa: E402
-from tuned_forms import each_form, failure, judge, table_of  # noqa: E402
+from tuned_forms import Rounds, each_form, failure, judge, table_of  # noqa: E402
 
 from attnlib import BlockMask, attention  # noqa: E402
 from attnlib.bench.oracle import Oracle  # noqa: E402
@@ -188,7 +188,7 @@ def pairs_of(mask: str, tokens: int) -> float:
     }[mask]
 
 
-def report(name: str, forms: Forms, rounds: int) -> tuple[str, list[str]]:
+def report(name: str, forms: Forms, rounds: Rounds) -> tuple[str, list[str]]:
     """The lines of a cell, and what is wrong."""
     cell = cell_of(name)
     cases = cases_of(cell)

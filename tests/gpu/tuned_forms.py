@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from hopper_only import no_hopper
-from rounds import in_rounds
+from rounds import in_rounds, in_turn
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
@@ -45,6 +45,7 @@ def parser_of(description: str, cells: str) -> argparse.ArgumentParser:
     parser.add_argument("cells", nargs="+", metavar=cells)
     parser.add_argument("--vary", action="append", default=[], metavar="FIELD=VALUE,VALUE")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--in-turn", action="store_true", help="single calls without pauses, for long ones")
     parser.add_argument("--seconds", type=float, default=400, help="begin no cell after so many")
     return parser
 
@@ -156,9 +157,16 @@ def judge(name: str, calls: dict[str, Callable[[], Any]], wrong: Callable[[Any],
     return bad
 
 
-def times(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+class Rounds(NamedTuple):
+    """How often forms are timed, and whether as `rounds.in_turn` or as `rounds.in_rounds` does it."""
+
+    number: int
+    in_turn: bool = False
+
+
+def times(calls: Mapping[str, Callable[[], Any]], rounds: Rounds) -> dict[str, list[float]]:
     """Milliseconds of each in shuffled rounds."""
-    return in_rounds(calls, rounds, SHORT)
+    return in_turn(calls, rounds.number) if rounds.in_turn else in_rounds(calls, rounds.number, SHORT)
 
 
 # ---------------------------------------------------------------- tables
@@ -180,9 +188,9 @@ def table_of(name: str, found: Mapping[str, Sequence[float]], flops: float, peer
 
 
 def tell(
-    report: Callable[[str, Mapping[str, Config], int], tuple[str, list[str]]],
+    report: Callable[[str, Mapping[str, Config], Rounds], tuple[str, list[str]]],
     forms: Forms,
-    rounds: int,
+    rounds: Rounds,
     ends: float,
     over: str,
 ) -> int:
@@ -224,7 +232,7 @@ def tell(
 def run(
     argv: Sequence[str] | None, description: str, default_of: Callable[[str], Config],
     compile_all: Callable[[Forms], list[str]],
-    report: Callable[[str, Mapping[str, Config], int], tuple[str, list[str]]],
+    report: Callable[[str, Mapping[str, Config], Rounds], tuple[str, list[str]]],
     *, cells: str = "D-KIND-LENGTH", over: str = "FlashAttention-3's", default_needs_gpu: bool = False,
     check: Callable[[Config], None] | None = None,
 ) -> int:  # fmt: skip
@@ -255,4 +263,4 @@ def run(
         return 2
     failed = compile_all(forms)
     print(f"compiled after {time.monotonic() - begin:.0f} s", *failed, sep="\n", flush=True)
-    return tell(report, forms, args.rounds, begin + args.seconds, over)
+    return tell(report, forms, Rounds(args.rounds, args.in_turn), begin + args.seconds, over)
