@@ -45,7 +45,8 @@ has waited for Q of j+2, which was filled after 1 and 2 had released Q of j, and
 Who loads what a copy will overwrite (0 LSE, 1 delta, both first operands) executes a fence between that and
 the release, see `backward_kernel`. That of P, or dS, does, as they load before it.
 
-Between its additions to dQ warpgroup 2 pauses, see `backward_ring.add_sums`.
+Between its additions to dQ warpgroup 2 pauses, see `backward_ring.add_sums`. With a deterministic plan it
+adds when it is granted its turn, as in the wide kernel.
 """
 
 from typing import NamedTuple
@@ -76,7 +77,17 @@ from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
-from attnlib.kernels.hopper.backward_shared import NUMBERS, Keys, produce
+from attnlib.kernels.hopper.backward_shared import (
+    NUMBERS,
+    Keys,
+    Turns,
+    await_grant,
+    await_turns,
+    count_turns,
+    new_turns,
+    produce,
+    tell_added,
+)
 
 # Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE. A partition
 # of one warp has none.
@@ -105,6 +116,7 @@ class Memory(NamedTuple):
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
     p_full: gl.shared_memory_descriptor
+    turns: Turns  # of a deterministic plan, else None
 
 
 # ---------------------------------------------------------------- products
@@ -380,11 +392,16 @@ def _visit_for_queries(dk, dv, dq_ptr, mem, tile, work, plan: gl.constexpr):
         for part in gl.static_range(PARTS):
             # [BLOCK_M, 64], of the last part 32 columns of a tile of 160
             dq = warpgroup_mma_wait(0, deps=(_issue_dq(mem, most, few, part, j, plan),))
+            if plan.deterministic:
+                if part == 0:
+                    await_grant(mem.turns, j)
             if part == PARTS - 1:
                 named_barrier("arrive", DS_FREE + slot, 256)
             # The condition is always true, which the compiler does not know. Without a branch around the
             # additions it starts the next product before them, and there are no registers for both.
             add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * 64, plan, True)
+        if plan.deterministic:
+            tell_added(mem.turns, j)
         block += 1
         m += 1
         if m == tile.m_end:
@@ -440,7 +457,7 @@ def attention_backward_hopper_keys96(
     LAST=None,  # the head that the last section begins with, see `tile_order.by_sections`
     OVERLAPS: gl.constexpr = False,  # with the launches before and after it, see `launch_order`
     desc_k_few=None, desc_v_few=None, desc_dk_few=None, desc_dv_few=None,  # 32 keys
-    turns_ptr=None,  # of no plan here
+    turns_ptr=None,  # of a deterministic plan, see `turns`
     keys_ptr=None, SHARE=None,  # of a shared plan: float32 sums instead of what desc_dk and desc_dv have
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
@@ -461,6 +478,9 @@ def attention_backward_hopper_keys96(
     else:
         desc_dk = Keys(_each(desc_dk, PARTS), _each(desc_dk_few, PARTS))
         desc_dv = Keys(_each(desc_dv, values), _each(desc_dv_few, values))
+    turns = None
+    if plan.deterministic:
+        turns = new_turns(1)
     mem = Memory(
         Keys(column_parts.buffers(desc_k.most, 1), column_parts.buffers(desc_k.few, 1)),
         Keys(column_parts.buffers(desc_v.most, 1), column_parts.buffers(desc_v.few, 1)),
@@ -475,19 +495,31 @@ def attention_backward_hopper_keys96(
         barriers(STAGES, 1),  # q_full
         barriers(STAGES, 1),  # do_full
         barriers(STAGES, 1),  # p_full
+        turns,
     )
     fence_async_shared()
     if OVERLAPS:
         overlap()
     work = tiling.Work(
-        S_q, S_k, H, GROUP, HEADS_KV, SECTION, LAST, num_m, num_n, right, left, cu_q, cu_k, i_b, None, SHARE
+        S_q, S_k, H, GROUP, HEADS_KV, SECTION, LAST, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr,
+        SHARE,
     )  # fmt: skip
     consumer: gl.constexpr = plan.registers.consumer
     dq: gl.constexpr = plan.registers.dq
     producer: gl.constexpr = plan.registers.producer
-    gl.warp_specialize([
-        (_keys, (desc_dk, mem, sm_scale, work, plan)),
-        (_values, (desc_dv, mem, qk_scale, work, plan)),
-        (_queries, (desc_dk, desc_dv, dq_ptr, mem, sm_scale, work, plan)),
-        (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-    ], [4, 4, 1], [consumer, dq, producer])
+    if plan.deterministic:
+        gl.warp_specialize([
+            (_keys, (desc_dk, mem, sm_scale, work, plan)),
+            (_values, (desc_dv, mem, qk_scale, work, plan)),
+            (_queries, (desc_dk, desc_dv, dq_ptr, mem, sm_scale, work, plan)),
+            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+            (await_turns, (turns, work, plan)),
+            (count_turns, (turns, work, plan)),
+        ], [4, 4, 1, 1, 1], [consumer, dq, producer, producer, producer])
+    else:
+        gl.warp_specialize([
+            (_keys, (desc_dk, mem, sm_scale, work, plan)),
+            (_values, (desc_dv, mem, qk_scale, work, plan)),
+            (_queries, (desc_dk, desc_dv, dq_ptr, mem, sm_scale, work, plan)),
+            (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
+        ], [4, 4, 1], [consumer, dq, producer])

@@ -349,7 +349,7 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
                 named_barrier("arrive", DS_FREE + slot, 256)
             # The condition is always true, which the compiler does not know. Without a branch around the
             # additions it starts the next product before them, and there are no registers for both.
-            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * plan.left, plan, plan.placed)
+            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * plan.left, plan, True)
         if plan.deterministic:
             tell_added(mem.turns, j)
         block += 1

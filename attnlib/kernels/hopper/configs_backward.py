@@ -31,7 +31,7 @@ class HopperBackwardConfig:
             small and of large numbers may wait for one that has not been started.
         early_mask: P is masked before its exponentials, not after.
         pause_every: a warpgroup that adds dQ from its registers pauses after so many additions of each
-            thread, see `backward_ring.add_sums`; 0: never. Not with `bulk` or deterministic sums.
+            thread, see `backward_ring.add_sums`; 0: never. Not with `bulk`.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
@@ -78,9 +78,8 @@ class HopperBackwardConfig:
             raise ValueError(
                 f"added: expected False with deterministic=True and visited={self.visited}, got True"
             )
-        if self.pause_every and (self.bulk or self.deterministic):
-            others = f"bulk={self.bulk}, deterministic={self.deterministic}"
-            raise ValueError(f"pause_every: expected 0 with {others}, got {self.pause_every}")
+        if self.pause_every and self.bulk:
+            raise ValueError(f"pause_every: expected 0 with bulk=True, got {self.pause_every}")
 
     def width(self, head_dim: int) -> int:
         """Columns of a tile for a head dimension, in all its parts."""
@@ -163,8 +162,6 @@ class Keys96BackwardConfig(HopperBackwardConfig):
     value_columns: int = field(default=192, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.deterministic:
-            raise ValueError("deterministic: expected False with block_n=96, got True")
         super().__post_init__()
         if self.query_columns not in (160, 192):
             raise ValueError(f"query_columns: expected 160 or 192, got {self.query_columns}")
@@ -283,7 +280,9 @@ _VARLEN = {
     96: (_IN_TURNS, _IN_TURNS | {"early_mask": True}),
 }
 """The same of varlen sequences, whose programs have one tile."""
-_IN_ORDER = {64: ({"alternate": True, "bulk": True, "half_p": False}, _IN_TURNS_64)}
+_IN_ORDER = {
+    64: ({"alternate": True, "bulk": True, "half_p": False}, _IN_TURNS_64), 96: (_IN_TURNS, _IN_TURNS),
+}
 """The same where sums have an order."""
 LONG_ROWS, LONG_STAGGER = 16384, 1200
 """From so many rows on, programs of 128 columns without a mask have one tile, and this `stagger`."""
@@ -305,9 +304,7 @@ def own_values_backward_config(
     columns, values = sum(OWN_VALUES.columns), 2 * OWN_VALUES.value_columns
     if not (OWN_VALUES.columns[0] < head_dim <= columns and OWN_VALUES.value_columns < value_dim <= values):
         return None
-    if deterministic:
-        return replace(OWN_VALUES, deterministic=True)
-    return keys96_config(kind, value_columns=values)
+    return replace(keys96_config(kind, value_columns=values), deterministic=deterministic)
 
 
 def hopper_backward_config(
@@ -334,9 +331,11 @@ def hopper_backward_config(
     splits = {width: config for width, config in SPLIT.items() if not (deterministic and config.both_add)}
     split = smallest_split(splits, head_dim)
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
+    if width > 128 and split is not None:
+        return replace(keys96_config(kind, split), deterministic=deterministic)
     if deterministic:
         changes = _IN_ORDER.get(split or width, ({}, {}))[kind.masked]
-        return replace(chosen, deterministic=True, **({"pause_every": 0} | changes))
+        return replace(chosen, deterministic=True, **changes)
     if width <= 128:
         if kind.varlen:
             return replace(chosen, **_VARLEN.get(split or width, ({}, {}))[kind.masked])
@@ -348,6 +347,4 @@ def hopper_backward_config(
         if width == 64 and kind.float16 and not kind.masked:
             changes = _STAYS_FLOAT16
         return replace(chosen, persistent=True, **changes)
-    if split is not None:
-        return keys96_config(kind, split)
     return _in_sections(chosen, kind)

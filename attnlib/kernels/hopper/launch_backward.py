@@ -166,7 +166,7 @@ def make_plan(
         registers = WideRegisters(*kept, config.dq_registers)
         how = varlen, BackwardMask(**mask), registers, config.early_mask
         how += -(-config.value_columns // 64), shared, shared and config.added, width, config.pause_every
-        return Keys96BackwardPlan(config.block_m, *how)
+        return Keys96BackwardPlan(config.block_m, *how, config.deterministic)
     parts = {"shared": shared, "added": shared and config.added}
     parts |= {"early_mask": config.early_mask, "pause_every": config.pause_every}
     if width > 128:

@@ -294,9 +294,6 @@ class WideBackwardPlan(Constants):
     sparse = property(lambda self: gl.constexpr(self.mask.left.value or self.varlen.value))
     backwards = property(lambda self: gl.constexpr(self.deterministic.value and self.mask.causal.value))
 
-    # Places of additions are computed from those of elements, see `backward_ring.place_of`.
-    placed = property(lambda self: gl.constexpr(not self.deterministic.value))
-
     # dK, dV and dQ are formed in two parts of their columns, here halves. ptxas refuses a product of 256
     # columns: it wants its registers to be there before they are shared out anew (C7602).
     left = property(lambda self: gl.constexpr(self.d.value // 2))
@@ -358,7 +355,7 @@ class Keys96BackwardPlan(Constants):
     """The same for `backward_keys96_kernel`: 192 or 160 columns in parts of 64, 96 keys.
 
     Attributes:
-        varlen, block_m, early_mask, shared, added, pause_every: as in `BackwardPlan`.
+        varlen, block_m, deterministic, early_mask, shared, added, pause_every: as in `BackwardPlan`.
         value_parts: parts of 64 columns of values, 2 or 3.
         width: columns of a tile of queries, 192 or 160.
     """
@@ -373,12 +370,14 @@ class Keys96BackwardPlan(Constants):
     added: bool = False
     width: int = 192
     pause_every: int = 0
+    deterministic: bool = False
 
     block_n = gl.constexpr(96)  # keys of a program
     last = property(lambda self: gl.constexpr(self.width.value - 128))  # columns of part 2 that are used
     sums_width = property(lambda self: gl.constexpr(192 + 64 * self.value_parts.value))  # of dK and dV
     few, step, consumers = gl.constexpr(True), gl.constexpr(64), gl.constexpr(3)  # as in `BackwardPlan`
-    persistent = deterministic = backwards = gl.constexpr(False)
+    persistent = gl.constexpr(False)
+    backwards = property(lambda self: gl.constexpr(self.deterministic.value and self.mask.causal.value))
     # They may be seen by no query.
     sparse = property(lambda self: gl.constexpr(self.mask.left.value or self.varlen.value))
 
