@@ -435,7 +435,7 @@ def test_what_computes_values_of_another_width(gpu):
         assert choice.kernel == "hopper" and choice.configuration is None
     in_order = resolve(*call, params._replace(deterministic=True), True)
     assert in_order.kernel == "hopper"
-    assert in_order.configuration == dataclasses.replace(configs_backward.OWN_VALUES, deterministic=True)
+    assert in_order.configuration == configs_backward.own_values_backward_config(192, 128, deterministic=True)
     gpu(8)
     assert explain(*call).kernel == "triton"
     assert explain(*call).reason == "hopper needs a GPU of compute capability 9.x; cuda:0 has 8.0"

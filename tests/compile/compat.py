@@ -91,10 +91,12 @@ def families() -> list[Family]:
         ]),
         Family("hopper backward", True, test_hopper_backward.compile_case, [
             (64, "causal", "fp16"), (128, "varlen window", "fp16"), (256, "causal", "fp16"),
-            (80, "causal", "fp16"), ("192/128", "causal", "fp16"), (128, "deterministic causal", "fp16"),
+            (80, "causal", "fp16"), (64, "deterministic causal", "fp16"),
+            (128, "deterministic causal", "fp16"),
             (128, "shared causal", "fp16"), (64, "turns bulk whole causal", "fp16"),
-            ("192, 96 keys", "causal", "fp16"), ("160, 96 keys", "varlen window", "fp16"),
-            ("192/128, 96 keys", "shared causal", "bf16"),
+            (192, "causal", "fp16"), (160, "varlen window", "fp16"),
+            (192, "deterministic causal", "fp16"),
+            ("192/128", "shared causal", "bf16"),
         ]),
         Family("hopper backward, around", False, jobs(test_hopper_backward.passes_around), [
             (128, "fp16", True),

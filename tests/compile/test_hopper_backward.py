@@ -31,12 +31,11 @@ from attnlib.kernels.hopper import (
 )
 from attnlib.kernels.hopper.backward_wide_kernel import END
 from attnlib.kernels.hopper.configs_backward import (
-    KEYS_96,
-    OWN_VALUES,
     SPLIT,
     BackwardKind,
     HopperBackwardConfig,
     hopper_backward_config,
+    own_values_backward_config,
 )
 from attnlib.params import MaskWindow
 
@@ -55,31 +54,26 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WIDTHS = 64, 128, 256
 PAIR = "192/128"
 """Columns of queries and of values."""
-KEYS = "192, 96 keys"
-"""The kernel with 96 keys a program."""
-KEYS_160, KEYS_PAIR = "160, 96 keys", "192/128, 96 keys"
+KEYS_96 = 160, 192, PAIR
+"""With 96 keys a program."""
 SPLIT_SPILLS = {
-    (80, "causal"): 6, (96, "causal"): 4, (160, "causal"): 0, (192, "causal"): 4,
-    (96, "varlen window"): 6, (192, "varlen window"): 0, (PAIR, "causal"): 0, (PAIR, "varlen window"): 0,
+    (80, "causal"): 6, (96, "causal"): 4, (96, "varlen window"): 6,
 }  # fmt: skip
 """The kinds that are compiled of each width in two parts, and what `SPILLS` says of the others."""
 OPTION_SPILLS = {
-    (64, "deterministic causal"): 16, (64, "deterministic dense"): 10,
-    (64, "deterministic varlen window"): 28, (128, "deterministic causal"): 8,
+    (64, "deterministic causal"): 6, (64, "deterministic dense"): 0,
+    (64, "deterministic varlen window"): 2, (128, "deterministic causal"): 8,
     (128, "deterministic dense"): 2, (128, "deterministic varlen window"): 20,
     (96, "deterministic causal"): 10, (256, "deterministic causal"): 2,
     (256, "deterministic dense"): 2, (256, "deterministic varlen window"): 4,
-    (160, "deterministic causal"): 4, (192, "deterministic causal"): 2,
-    (PAIR, "deterministic causal"): 4,
     (64, "shared causal"): 18, (64, "shared varlen window"): 16, (80, "shared causal"): 8,
     (96, "shared causal"): 16, (128, "shared causal"): 10, (128, "shared dense"): 8,
-    (128, "shared varlen window"): 10, (128, "apart causal"): 10, (160, "shared causal"): 0,
-    (192, "shared causal"): 2, (PAIR, "shared causal"): 0, (256, "shared causal"): 2,
+    (128, "shared varlen window"): 10, (128, "apart causal"): 10, (256, "shared causal"): 2,
     (256, "shared dense"): 0, (256, "shared varlen window"): 10, (256, "apart causal"): 2,
     (64, "alternate causal"): 12, (64, "alternate dense"): 4, (128, "alternate causal"): 6,
     (64, "bulk causal"): 2, (64, "bulk dense"): 10, (80, "bulk causal"): 8, (96, "bulk dense"): 8,
     (128, "bulk causal"): 2, (128, "bulk varlen window"): 4, (64, "early causal"): 8,
-    (192, "early causal"): 4, (128, "pauses causal"): 8,
+    (128, "pauses causal"): 8,
     (64, "persistent early causal"): 14, (64, "persistent dense"): 14, (80, "persistent causal"): 10,
     (96, "persistent bulk dense"): 12, (128, "persistent early causal"): 8, (128, "persistent dense"): 8,
     (128, "persistent window"): 10, (64, "persistent bulk dense"): 6, (64, "persistent early both sides"): 8,
@@ -100,30 +94,33 @@ OPTION_SPILLS = {
 }  # fmt: skip
 """The kinds that are compiled with an option, and words that may spill there. Turns at a sum take more
 numbers to keep."""
-KEYS_SPILLS = {
-    (KEYS, "causal"): 4, (KEYS, "dense"): 2, (KEYS, "both sides"): 6, (KEYS, "varlen window"): 4,
-    (KEYS, "varlen"): 4, (KEYS, "varlen dense"): 8, (KEYS, "early causal"): 4, (KEYS, "shared causal"): 4,
-    (KEYS, "apart causal"): 4, (KEYS, "shared varlen"): 4, (KEYS, "early both sides"): 6,
-    (KEYS_160, "causal"): 6, (KEYS_160, "dense"): 6, (KEYS_160, "both sides"): 8, (KEYS_160, "varlen"): 4,
-    (KEYS_160, "varlen dense"): 4, (KEYS_160, "shared causal"): 2, (KEYS_160, "shared varlen"): 4,
-    (KEYS_PAIR, "dense"): 0, (KEYS_PAIR, "early causal"): 2, (KEYS_PAIR, "early both sides"): 4,
-    (KEYS_PAIR, "early varlen"): 2, (KEYS_PAIR, "varlen dense"): 4,
+SPILLS_96 = {
+    (192, "causal"): 4, (192, "dense"): 2, (192, "both sides"): 6, (192, "varlen window"): 4,
+    (192, "varlen"): 4, (192, "varlen dense"): 8, (192, "early causal"): 4, (192, "shared causal"): 4,
+    (192, "apart causal"): 4, (192, "shared varlen"): 4, (192, "early both sides"): 6,
+    (160, "causal"): 6, (160, "dense"): 6, (160, "both sides"): 8, (160, "varlen"): 4,
+    (160, "varlen dense"): 4, (160, "shared causal"): 2, (160, "shared varlen"): 4,
+    (PAIR, "dense"): 0, (PAIR, "early causal"): 2, (PAIR, "early both sides"): 4,
+    (PAIR, "early varlen"): 2, (PAIR, "varlen dense"): 4,
+    (192, "deterministic causal"): 4, (192, "deterministic dense"): 2,
+    (192, "deterministic varlen window"): 4, (160, "deterministic causal"): 8,
+    (PAIR, "deterministic causal"): 2,
 }  # fmt: skip
 """Words that may spill there."""
 FIRST = [
     (64, "turns bulk whole causal"), (64, "persistent bulk dense"), (64, "turns bulk whole shared causal"),
     (64, "alternate bulk whole varlen window"), (80, "turns causal"), (96, "turns causal"),
     (128, "turns causal"), (128, "apart causal"), (128, "deterministic varlen window"),
-    (160, "deterministic causal"), (192, "early causal"), (PAIR, "causal"), (256, "causal"), (256, "dense"),
-    (256, "shared causal"), (256, "deterministic varlen window"), (KEYS, "dense"),
-    (KEYS, "shared varlen"), (KEYS_160, "causal"), (KEYS_PAIR, "early both sides"),
+    (192, "deterministic causal"), (256, "causal"), (256, "dense"),
+    (256, "shared causal"), (256, "deterministic varlen window"), (192, "dense"),
+    (192, "shared varlen"), (160, "causal"), (PAIR, "early both sides"),
 ]  # fmt: skip
 """What calls get by themselves, of each width and with each option."""
 CASES = with_more(
     [*((*case, "fp16") for case in FIRST), (128, "causal", "bf16")],
     [
-        *product(WIDTHS, KINDS, ["fp16"]), (256, "causal", "bf16"), (KEYS, "causal", "bf16"),
-        *((*case, "fp16") for case in (*SPLIT_SPILLS, *KEYS_SPILLS, *OPTION_SPILLS)),
+        *product(WIDTHS, KINDS, ["fp16"]), (256, "causal", "bf16"), (192, "causal", "bf16"),
+        *((*case, "fp16") for case in (*SPLIT_SPILLS, *SPILLS_96, *OPTION_SPILLS)),
     ],
 )  # fmt: skip
 FORMS = {"alternate": ["alternate"], "early": ["early_mask"], "bulk": ["bulk", "early_mask"]}
@@ -150,20 +147,19 @@ DRAWN = "counter_ptr", "tiles"
 PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
-IN_A_STEP |= {160: [8, 18, 18], 192: [8, 20, 20], 256: [8, 24, 24], PAIR: [8, 16, 20]}
-IN_A_STEP |= {KEYS: [34, 40, 40], KEYS_160: [34, 36, 36], KEYS_PAIR: [26, 32, 40]}
+IN_A_STEP |= {256: [8, 24, 24]}
+IN_A_STEP |= {192: [34, 40, 40], 160: [34, 36, 36], PAIR: [26, 32, 40]}
 """Products of each consumer in a step, sorted; beyond 128 columns one for dQ, one for dV, one for dK."""
 AROUND = {64: 2 * (4 + 8), 80: 2 * (5 + 12), 96: 2 * (6 + 16), 128: 2 * (8 + 8)}
-AROUND |= {160: 10 + 10, 192: 12 + 12, 256: 16 + 16, PAIR: 12 + 8, KEYS: 12 + 12, KEYS_PAIR: 12 + 8}
-AROUND |= {KEYS_160: 10 + 10}
+AROUND |= {256: 16 + 16, 192: 12 + 12, PAIR: 12 + 8}
+AROUND |= {160: 10 + 10}
 """Products around the loops: the first S, and dQ of the last block; beyond 128 columns the first S and dP."""
 EX2 = {64: [64, 64]} | dict.fromkeys((80, 96, 128), [32, 32])
-EX2 |= dict.fromkeys((160, 192, 256, PAIR), [0, 0, 32])
-EX2 |= dict.fromkeys((KEYS, KEYS_160, KEYS_PAIR), [0, 0, 48])
+EX2 |= {256: [0, 0, 32]} | dict.fromkeys(KEYS_96, [0, 0, 48])
 """Exponentials of a thread in a step, sorted."""
 ADDITIONS = {64: [8, 8], 80: [6, 6], 96: [6, 6], 128: [8, 8]}
-ADDITIONS |= {160: [0, 0, 20], 192: [0, 0, 24], 256: [0, 0, 32], PAIR: [0, 0, 24], KEYS: [0, 0, 24]}
-ADDITIONS |= {KEYS_160: [0, 0, 20], KEYS_PAIR: [0, 0, 24]}
+ADDITIONS |= {256: [0, 0, 32], 192: [0, 0, 24]}
+ADDITIONS |= {160: [0, 0, 20], PAIR: [0, 0, 24]}
 """Of 16 bytes, likewise."""
 SPILLS = {
     64: (10, 6, 8, 10, 12, 12, 4, 12),
@@ -172,11 +168,11 @@ SPILLS = {
 }
 """32-bit words of a thread that may spill, kind by kind: addresses and counters; the registers are full of
 accumulators."""
-LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 160: 0, 192: 1, 256: 0, PAIR: 0, KEYS: 2, KEYS_160: 2, KEYS_PAIR: 0}
+LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 256: 0, 192: 2, 160: 2, PAIR: 0}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
-SHARED_LOADS = LOADS | {64: 18, 80: 7, 96: 15, 192: 1}
+SHARED_LOADS = LOADS | {64: 18, 80: 7, 96: 15}
 """The same where programs share a key head, which keep an address of sums more."""
-OWN_LOADS = {(256, "shared varlen window"): 5, (KEYS, "varlen dense"): 6, (KEYS_PAIR, "early varlen"): 1}
+OWN_LOADS = {(256, "shared varlen window"): 5, (192, "varlen dense"): 6, (PAIR, "early varlen"): 1}
 """Of single kinds. No call gets the first by itself: such varlen calls visit all query heads of a group."""
 
 
@@ -184,17 +180,9 @@ def columns_of(
     name: int | str, deterministic: bool = False, masked: bool = False
 ) -> tuple[int, int, HopperBackwardConfig]:
     """Those of queries and of values, and the configuration."""
-    if name == PAIR:
-        return 192, 128, replace(OWN_VALUES, deterministic=deterministic)
-    if name == KEYS:
-        return 192, 192, KEYS_96
-    if name == KEYS_160:
-        return 160, 160, replace(KEYS_96, query_columns=160, value_columns=160)
-    if name == KEYS_PAIR:
-        return 192, 128, replace(KEYS_96, value_columns=128)
-    if name in (160, 192):
-        return name, name, replace(SPLIT[name], deterministic=deterministic)
     kind = BackwardKind(masked and deterministic)
+    if name == PAIR:
+        return 192, 128, own_values_backward_config(192, 128, deterministic, kind)
     return name, name, hopper_backward_config(name, deterministic, kind=kind)
 
 
@@ -315,7 +303,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     assert stats.shared_bytes <= SMEM_LIMIT
     ours = START if width in (64, 80, 96, 128) else END
     assert {0, 1, 2} <= barriers <= set(range(ours.value)), "Triton and the kernel have a barrier in common"
-    own = (SPLIT_SPILLS | OPTION_SPILLS | KEYS_SPILLS).get((width, kind))
+    own = (SPLIT_SPILLS | OPTION_SPILLS | SPILLS_96).get((width, kind))
     kind = unmarked
     deterministic = option == "deterministic"
     assert stats.spills <= (SPILLS[width][list(KINDS).index(kind)] if own is None else own)
@@ -333,12 +321,13 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     moved = [sum("R2UR" in text for text in listing) for listing in stats.loop_listings]
     # Where programs of one tile share a key head, the second consumer has them: its sums of dK and dV are
     # added in the order of threads. So are those of dQ in a deterministic wide kernel.
-    of_keys = width in (KEYS, KEYS_160, KEYS_PAIR)
+    of_keys = width in KEYS_96
     stays = option.startswith(("persistent", "turns"))
     uniform = (not shared or stays) if width in (64, 80, 96, 128) else not deterministic
     assert not uniform or max(moved) <= 8, "addresses are taken for different in each thread"
     paused = [sum("NANOSLEEP" in text for text in listing) for listing in stats.loop_listings]
-    every = columns_of(width, deterministic)[2].pause_every if option != "pauses" else 4
+    masked = KINDS[kind][0] or "window" in kind
+    every = columns_of(width, deterministic, masked)[2].pause_every if option != "pauses" else 4
     assert paused == [loop.get("REDG", 0) // every if every else 0 for loop in loops]
     two_parts = 2 if width in (80, 96) else 1
     places = 3 if of_keys else 2 * two_parts
@@ -355,7 +344,7 @@ def test_an_address_that_does_not_change_is_found(compiled) -> None:
 
 def test_two_parts_are_compiled() -> None:
     """A line in `SPLIT` wants its kind of call here."""
-    assert {width for width, _ in SPLIT_SPILLS} == {*SPLIT, PAIR}
+    assert {width for width, _ in SPLIT_SPILLS} == {*SPLIT}
 
 
 def test_the_program_fits_its_registers(compiled) -> None:
@@ -366,7 +355,7 @@ def test_the_program_fits_its_registers(compiled) -> None:
         config = hopper_backward_config(width)
         assert 3 * 128 * config.max_registers <= 65536
         assert 2 * config.consumer_registers + config.producer_registers <= 3 * config.max_registers
-    for width in (160, 192, 256, KEYS, KEYS_160):
+    for width in (256, *KEYS_96):
         _, _, config = columns_of(width)
         assert 4 * 128 * config.max_registers <= 65536
         kept = 2 * config.consumer_registers + config.dq_registers + config.producer_registers
@@ -418,9 +407,10 @@ def test_sums_of_dq_are_set_to_zero(width: int, varlen: bool) -> None:
 
 
 @pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
-@pytest.mark.parametrize("width", [64, 192])
-def test_sums_of_shared_key_heads(width: int, added: bool) -> None:
-    """They are set to zero, and read, by 16 bytes; those that lie apart are added up."""
+@pytest.mark.parametrize(("width", "keys_of_a_program"), [(64, 64), (192, 32), (256, 64)])
+def test_sums_of_shared_key_heads(width: int, keys_of_a_program: int, added: bool) -> None:
+    """They are set to zero, and read, by 16 bytes; those that lie apart are added up. Of 96 keys a program
+    converts 32."""
     call, rows = call_of(width, "fp16", False)
     call = call._replace(config=replace(call.config, added=added))
     keys = sharing.SharedKeys(call, 2, 6, 256)
@@ -435,7 +425,7 @@ def test_sums_of_shared_key_heads(width: int, added: bool) -> None:
         loads = Counter("LDG.E.128" in text for text in stats.listing if "LDG" in text)
         columns = width & -width
         threads = 32 * max(4, columns // 16)
-        of_one = 64 * columns // (4 * threads) * (width // columns)
+        of_one = keys_of_a_program * columns // (4 * threads) * (width // columns)
         assert loads == {True: of_one * (1 if added else 2)} and stats.spills == 0
 
 

@@ -1,4 +1,4 @@
-"""Exact attention, backward, for Hopper (sm_90a) in Gluon, heads of 136 to 256 columns.
+"""Exact attention, backward, for Hopper (sm_90a) in Gluon, heads of 200 to 256 columns.
 
 Chapter 20 derives the backward pass, chapter 21 explains this kernel and why registers end at D = 256.
 
@@ -8,7 +8,7 @@ thread each, so no warpgroup can keep both, and the five products are divided ot
 
     warpgroup 0    S^T = K Q^T,   P^T = 2**(S^T * qk_scale - LSE2),   dV += P^T dO
     warpgroup 1    dP^T = V dO^T, dS^T = P^T * (dP^T - delta),        dK += dS^T Q
-    warpgroup 2    dQ = dS K, one part of the columns after the other, added to memory
+    warpgroup 2    dQ = dS K, one half of the columns after the other, added to memory
 
 P^T goes from 0 to 1 and dS^T from 1 to 2 through shared memory, rounded as for the products. Each of them has
 two buffers, Q and dO as well, so 0 may be a step or two ahead of 1, and 1 of 2. So the tensor cores have
@@ -45,14 +45,6 @@ With a deterministic plan the programs of a head add to a block of sums one afte
 for `granted` before it adds, and arrives at `added`.
 
 Programs that share a key head leave float32 sums of dK and dV, as in `backward_kernel`; then END is not used.
-
-Of 160 and 192 columns the two parts in which dV, dK and dQ are formed anyway are 128 and 32 or 64 columns
-instead of halves, with descriptors and buffers of their own (`SplitWideBackwardPlan`, see `column_parts`).
-The registers that this leaves keep parts of K in warpgroup 0 and of V in warpgroup 1
-(`backward_shared.Rows`).
-
-Values of 128 columns beside queries of 192 lie in two parts of 64 columns, and so do dO and dV
-(`ValuesBackwardPlan`). dK then leaves through a buffer of its own: the one of V is too small for it.
 """
 
 from typing import NamedTuple
@@ -85,17 +77,17 @@ from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
 from attnlib.kernels.hopper.backward_shared import (
     NUMBERS,
+    Rows,
     Turns,
     await_grant,
     await_turns,
     count_turns,
-    held,
     issue_scores,
     new_turns,
     produce,
     tell_added,
 )
-from attnlib.kernels.hopper.column_parts import matrices, together
+from attnlib.kernels.hopper.column_parts import matrices
 
 # Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE. A partition
 # of one warp has none.
@@ -111,7 +103,7 @@ DS_FULL = gl.constexpr(14)
 class Memory(NamedTuple):
     """Buffers and barriers in shared memory; the protocol is in the module docstring."""
 
-    k: tuple  # [1, 1, 1, 64, d], varlen with one more 1, as the others; of each part of the columns
+    k: tuple  # [1, 1, 1, 64, d], varlen with one more 1, as the others; tuples of one
     v: tuple  # [1, 1, 1, 64, d]
     q: tuple  # [STAGES, 1, 1, block_m, d]
     do: tuple  # [STAGES, 1, 1, block_m, d]
@@ -119,7 +111,6 @@ class Memory(NamedTuple):
     delta: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
     p: gl.shared_memory_descriptor  # [STAGES, 64, block_m]
     ds: gl.shared_memory_descriptor  # [STAGES, 64, block_m]
-    dk: tuple  # as k: where dK leaves; empty where that is V
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -131,48 +122,33 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def _part(b, PART: gl.constexpr, plan: gl.constexpr):
-    """Part 0 or 1 of the columns of something in shared memory: half of it, or one that is apart."""
-    if len(b) == 1:
-        return b[0].slice(PART * plan.left, plan.left, 1)
-    else:
-        return b[PART]
+def _half(b, HALF: gl.constexpr, plan: gl.constexpr):
+    """Half 0 or 1 of the columns of something in shared memory."""
+    return b[0].slice(HALF * plan.half, plan.half, 1)
 
 
 @gluon.jit
 def _issue_update(a_half, b, left, right, plan: gl.constexpr):
     """Start left, right += P^T dO, or dS^T Q: [64, BLOCK_M] x [BLOCK_M, columns]."""
     a = gl.convert_layout(a_half, plan.p_layout)
-    left = warpgroup_mma(a, _part(b, 0, plan), left, is_async=True)
-    right = warpgroup_mma(a, _part(b, 1, plan), right, is_async=True)
+    left = warpgroup_mma(a, _half(b, 0, plan), left, is_async=True)
+    right = warpgroup_mma(a, _half(b, 1, plan), right, is_async=True)
     return left, right
 
 
 @gluon.jit
-def _zeros(PART: gl.constexpr, plan: gl.constexpr):
-    if PART == 0:
-        return gl.zeros([64, plan.left], gl.float32, plan.left_layout)
-    else:
-        return gl.zeros([64, plan.rest], gl.float32, plan.rest_layout)
-
-
-@gluon.jit
-def _zeros_of_values(PART: gl.constexpr, plan: gl.constexpr):
-    if PART == 0:
-        return gl.zeros([64, plan.value_left], gl.float32, plan.value_left_layout)
-    else:
-        return gl.zeros([64, plan.value_rest], gl.float32, plan.value_rest_layout)
+def _zeros(plan: gl.constexpr):
+    return gl.zeros([64, plan.half], gl.float32, plan.half_layout)
 
 
 @gluon.jit
 def _store(descs, left, right, buffers, tile, work, plan: gl.constexpr):
     x = matrices(buffers, 0)
-    _part(x, 0, plan).store(left)
-    _part(x, 1, plan).store(right)
+    _half(x, 0, plan).store(left)
+    _half(x, 1, plan).store(right)
     fence_async_shared()
     place = tiling.coordinates(tiling.keys(tile, work, plan), 0, tile.start)
-    for i in gl.static_range(len(descs)):
-        tma.async_copy_shared_to_global(descs[i], place, buffers[i].index(0))
+    tma.async_copy_shared_to_global(descs[0], place, buffers[0].index(0))
     tma.store_wait(0)
 
 
@@ -202,8 +178,7 @@ def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
     if tiling.seen(tile, plan):
         _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan)
     else:
-        left, right = _zeros_of_values(0, plan), _zeros_of_values(1, plan)
-        _store_zeros(desc_dv, left, right, mem.do, 64 * plan.width, tile, work, plan)
+        _store_zeros(desc_dv, _zeros(plan), _zeros(plan), mem.do, 64 * plan.width, tile, work, plan)
 
 
 @gluon.jit
@@ -213,11 +188,10 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
     m = tile.m_start
 
     mbarrier.wait(mem.k_full, 0)
-    k = held(mem.k, 0, plan)
+    k = Rows(mem.k, ())
     mbarrier.wait(mem.q_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=(issue_scores(k, None, matrices(mem.q, 0), 0, plan),))
-    dv_left = _zeros_of_values(0, plan)
-    dv_right = _zeros_of_values(1, plan)
+    dv_left, dv_right = _zeros(plan), _zeros(plan)
     for j in range(n):
         slot = slot_of(j)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
@@ -255,23 +229,13 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def _keys_leave(mem, plan: gl.constexpr):
-    """The buffer for dK: that of V, which no other warpgroup reads, or its own."""
-    if plan.own_values:
-        return mem.dk
-    else:
-        return mem.v
-
-
-@gluon.jit
 def _keys(desc_dk, mem, sm_scale, work, plan: gl.constexpr):
     """Warpgroup 1: dS for warpgroup 2, and dK."""
     tile = tiling.locate(gl.program_id(0), work, plan)
     if tiling.seen(tile, plan):
         _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan)
     else:
-        left, right = _zeros(0, plan), _zeros(1, plan)
-        _store_zeros(desc_dk, left, right, _keys_leave(mem, plan), 0, tile, work, plan)
+        _store_zeros(desc_dk, _zeros(plan), _zeros(plan), mem.v, 0, tile, work, plan)
 
 
 @gluon.jit
@@ -280,11 +244,10 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
     n = (tile.m_end - tile.m_start) * work.GROUP
 
     mbarrier.wait(mem.v_full, 0)
-    v = held(mem.v, 0, plan)
+    v = Rows(mem.v, ())
     mbarrier.wait(mem.do_full.index(0), 0)
     dp = warpgroup_mma_wait(0, deps=(issue_scores(v, None, matrices(mem.do, 0), 0, plan),))
-    dk_left = _zeros(0, plan)
-    dk_right = _zeros(1, plan)
+    dk_left, dk_right = _zeros(plan), _zeros(plan)
     for j in range(n):
         slot = slot_of(j)
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
@@ -316,7 +279,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
         named_barrier("arrive", END, 256)
         dk_left = (dk_left * sm_scale).to(dtype)
         dk_right = (dk_right * sm_scale).to(dtype)
-        _store(desc_dk, dk_left, dk_right, _keys_leave(mem, plan), tile, work, plan)
+        _store(desc_dk, dk_left, dk_right, mem.v, tile, work, plan)
 
 
 @gluon.jit
@@ -338,18 +301,18 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
         slot = slot_of(j)
         named_barrier("sync", DS_FULL + slot, 256)
         ds = mem.ds.index(slot).permute((1, 0))  # [BLOCK_M, 64]
-        for part in gl.static_range(2):
-            k = _part(matrices(mem.k, opaque_zero(j)), part, plan)
-            dq = warpgroup_mma(ds, k, _zeros(part, plan), use_acc=False, is_async=True)
-            dq = warpgroup_mma_wait(0, deps=(dq,))  # [BLOCK_M, columns]
+        for half in gl.static_range(2):
+            k = _half(matrices(mem.k, opaque_zero(j)), half, plan)
+            dq = warpgroup_mma(ds, k, _zeros(plan), use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq,))  # [BLOCK_M, half of the columns]
             if plan.deterministic:
-                if part == 0:
+                if half == 0:
                     await_grant(mem.turns, j)
-            if part == 1:
+            if half == 1:
                 named_barrier("arrive", DS_FREE + slot, 256)
             # The condition is always true, which the compiler does not know. Without a branch around the
             # additions it starts the next product before them, and there are no registers for both.
-            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * plan.left, plan, True)
+            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, half * 64 * plan.half, plan, True)
         if plan.deterministic:
             tell_added(mem.turns, j)
         block += 1
@@ -383,8 +346,6 @@ def attention_backward_hopper_wide(
     B=None,  # varlen sequences
     LAST=None,  # the head that the last section begins with, see `tile_order.by_sections`
     OVERLAPS: gl.constexpr = False,  # with the launches before and after it, see `launch_order`
-    desc_q_right=None, desc_k_right=None, desc_v_right=None, desc_do_right=None,  # of the second part
-    desc_dk_right=None, desc_dv_right=None,
     turns_ptr=None,  # of a deterministic plan, see `turns`
     keys_ptr=None, SHARE=None,  # of a shared plan: float32 sums instead of what desc_dk and desc_dv have
 ):
@@ -398,15 +359,11 @@ def attention_backward_hopper_wide(
         i_b, any_keys = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, LAST, plan)
         if not any_keys:
             return
-    desc_q, desc_k = together(desc_q, desc_q_right), together(desc_k, desc_k_right)
-    desc_v, desc_do = together(desc_v, desc_v_right), together(desc_do, desc_do_right)
+    desc_q, desc_k, desc_v, desc_do = (desc_q,), (desc_k,), (desc_v,), (desc_do,)
     if plan.shared:
         desc_dk, desc_dv = keys_ptr, keys_ptr
     else:
-        desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
-    dk = ()
-    if plan.own_values and not plan.shared:
-        dk = column_parts.buffers(desc_dk, 1)
+        desc_dk, desc_dv = (desc_dk,), (desc_dv,)
     turns = None
     if plan.deterministic:
         turns = new_turns(1)
@@ -419,7 +376,6 @@ def attention_backward_hopper_wide(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, plan.block_m], desc_rows.layout),
         gl.allocate_shared_memory(desc_k[0].dtype, [STAGES, 64, plan.block_m], half_layout),
         gl.allocate_shared_memory(desc_k[0].dtype, [STAGES, 64, plan.block_m], half_layout),
-        dk,
         barriers(1, 1).index(0),  # k_full
         barriers(1, 1).index(0),  # v_full
         barriers(STAGES, 1),  # q_full

@@ -134,21 +134,6 @@ class SplitBackwardConfig(HopperBackwardConfig):
 
 
 @dataclass(frozen=True)
-class ValuesBackwardConfig(SplitBackwardConfig):
-    """The same for values with a head dimension of their own.
-
-    Attributes:
-        columns: of the parts of a tile of queries or keys.
-        value_columns: of each of the two parts of a tile of values or outputs.
-    """
-
-    value_columns: int = field(kw_only=True)
-
-    def value_width(self, head_dim: int) -> int:
-        return 2 * self.value_columns
-
-
-@dataclass(frozen=True)
 class Keys96BackwardConfig(HopperBackwardConfig):
     """The same for `backward_keys96_kernel`, 96 keys a program of 129 to 192 columns in parts of 64.
 
@@ -190,17 +175,16 @@ _CHOSEN = {
         pause_every=1,
     ),
 }
-_WIDE = {"block_n": 64, "consumer_registers": 192, "dq_registers": 96, "max_registers": 128}
 # As many parts of K and V in registers as there is room for (docs/lab/hopper-backward.md has the budget).
 SPLIT = {
     80: SplitBackwardConfig(64, columns=(64, 16), held=2),
     96: SplitBackwardConfig(64, columns=(64, 32), held=1),
-    160: SplitBackwardConfig(64, **_WIDE, columns=(128, 32), held=2),
-    192: SplitBackwardConfig(64, **_WIDE, columns=(128, 64), held=1),
 }
-"""Width of a tile in two parts -> its configuration. A head dimension takes the smallest of these widths that
-holds it and is below the next power of two, else that power. So a line here turns a width on, and nothing
-else does."""
+"""Width of a tile in two parts -> its configuration. A head dimension takes the smallest of these widths, and
+of `KEYS_96_WIDTHS`, that holds it and is below the next power of two, else that power. So a line here turns a
+width on, and nothing else does."""
+KEYS_96_WIDTHS = 160, 192
+"""Widths of a tile in parts of 64 columns, with 96 keys a program."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +245,14 @@ def keys96_config(
     return _in_sections(config, kind)
 
 
+def _in_order(wide: HopperBackwardConfig, masked: bool) -> HopperBackwardConfig:
+    """A configuration beyond 128 columns for sums in an order. With 96 keys a program pauses gain under a
+    mask and lose without one (docs/lab/hopper-backward.md)."""
+    if isinstance(wide, Keys96BackwardConfig):
+        return replace(wide, deterministic=True, pause_every=4 if masked else 0)
+    return replace(wide, deterministic=True)
+
+
 _IN_TURNS = {"alternate": True}
 _IN_TURNS_64 = {"alternate": True, "bulk": True, "early_mask": True, "half_p": False}
 _STAYS = {
@@ -288,23 +280,18 @@ LONG_ROWS, LONG_STAGGER = 16384, 1200
 """From so many rows on, programs of 128 columns without a mask have one tile, and this `stagger`."""
 
 
-OWN_VALUES = ValuesBackwardConfig(64, **_WIDE, columns=(128, 64), held=2, value_columns=64)
-"""Of queries in 136 to 192 columns and values in 72 to 128, the one pair that there are kernels for: where
-sums have an order. Other calls have 96 keys a program."""
-
-
 def own_values_backward_config(
     head_dim: int,
     value_dim: int,
     deterministic: bool = False,
     kind: BackwardKind = DENSE,
-) -> ValuesBackwardConfig | Keys96BackwardConfig | None:
+) -> Keys96BackwardConfig | None:
     """The configuration of a call with values of a head dimension of their own; None if there is none. Other
     arguments as of `hopper_backward_config`."""
-    columns, values = sum(OWN_VALUES.columns), 2 * OWN_VALUES.value_columns
-    if not (OWN_VALUES.columns[0] < head_dim <= columns and OWN_VALUES.value_columns < value_dim <= values):
+    if not (128 < head_dim <= 192 and 64 < value_dim <= 128):
         return None
-    return replace(keys96_config(kind, value_columns=values), deterministic=deterministic)
+    config = keys96_config(kind, value_columns=128)
+    return _in_order(config, kind.masked) if deterministic else config
 
 
 def hopper_backward_config(
@@ -328,23 +315,22 @@ def hopper_backward_config(
     width = tile_width(head_dim)
     if head_dim < 1 or width not in _CHOSEN:
         raise ValueError(f"head_dim: expected 1 to {max(_CHOSEN)}, got {head_dim}")
-    splits = {width: config for width, config in SPLIT.items() if not (deterministic and config.both_add)}
-    split = smallest_split(splits, head_dim)
+    splits = [width for width, config in SPLIT.items() if not (deterministic and config.both_add)]
+    split = smallest_split((*splits, *KEYS_96_WIDTHS), head_dim)
+    if width > 128:
+        wide = _in_sections(_CHOSEN[width], kind) if split is None else keys96_config(kind, split)
+        return _in_order(wide, kind.masked) if deterministic else wide
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
-    if width > 128 and split is not None:
-        return replace(keys96_config(kind, split), deterministic=deterministic)
     if deterministic:
         changes = _IN_ORDER.get(split or width, ({}, {}))[kind.masked]
         return replace(chosen, deterministic=True, **changes)
-    if width <= 128:
-        if kind.varlen:
-            return replace(chosen, **_VARLEN.get(split or width, ({}, {}))[kind.masked])
-        if not stays:
-            return chosen
-        if width == 128 and split is None and kind.long and not kind.masked:
-            return replace(chosen, stagger=LONG_STAGGER)
-        changes = _STAYS[split or width][kind.masked]
-        if width == 64 and kind.float16 and not kind.masked:
-            changes = _STAYS_FLOAT16
-        return replace(chosen, persistent=True, **changes)
-    return _in_sections(chosen, kind)
+    if kind.varlen:
+        return replace(chosen, **_VARLEN.get(split or width, ({}, {}))[kind.masked])
+    if not stays:
+        return chosen
+    if width == 128 and split is None and kind.long and not kind.masked:
+        return replace(chosen, stagger=LONG_STAGGER)
+    changes = _STAYS[split or width][kind.masked]
+    if width == 64 and kind.float16 and not kind.masked:
+        changes = _STAYS_FLOAT16
+    return replace(chosen, persistent=True, **changes)

@@ -16,7 +16,6 @@ from attnlib.kernels.hopper import sharing
 from attnlib.kernels.hopper.configs_backward import (
     HopperBackwardConfig,
     Keys96BackwardConfig,
-    ValuesBackwardConfig,
 )
 from attnlib.params import Params
 
@@ -61,7 +60,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
     width = config.width(call.head_dim)
     if isinstance(config, Keys96BackwardConfig) and call.value_dim > config.value_columns:
         raise ValueError(f"value_columns: expected {call.value_dim} or more, got {config.value_columns}")
-    own_values = isinstance(config, Keys96BackwardConfig | ValuesBackwardConfig)
+    own_values = isinstance(config, Keys96BackwardConfig)
     if call.value_dim > config.value_width(call.head_dim) or (call.own_value_dim and not own_values):
         raise ValueError(f"config: expected one for values of {call.value_dim} columns, got {config}")
     first = preprocess(call, d_out, out, config.block_m, width, turns=config.deterministic)
@@ -156,8 +155,6 @@ def make_plan(
         BackwardPlan,
         Keys96BackwardPlan,
         SplitBackwardPlan,
-        SplitWideBackwardPlan,
-        ValuesBackwardPlan,
         WideBackwardPlan,
     )
 
@@ -170,19 +167,16 @@ def make_plan(
     parts = {"shared": shared, "added": shared and config.added}
     parts |= {"early_mask": config.early_mask, "pause_every": config.pause_every}
     if width > 128:
-        plan, how = (WideBackwardPlan, SplitWideBackwardPlan), (config.block_m, varlen, BackwardMask(**mask))
-        how += WideRegisters(*kept, config.dq_registers), config.deterministic
-    else:
-        plan, how = (BackwardPlan, SplitBackwardPlan), (config.block_m, config.half_p, config.stagger, varlen)
-        how += BackwardMask(**mask), Registers(*kept), config.deterministic, config.alternate
-        parts |= {"bulk": config.bulk, "masked_stagger": config.masked_stagger, "persistent": persistent}
+        registers = WideRegisters(*kept, config.dq_registers)
+        how = config.block_m, varlen, BackwardMask(**mask), registers, config.deterministic
+        return WideBackwardPlan(width, *how, **parts)
+    how = config.block_m, config.half_p, config.stagger, varlen, BackwardMask(**mask), Registers(*kept)
+    how += config.deterministic, config.alternate
+    parts |= {"bulk": config.bulk, "masked_stagger": config.masked_stagger, "persistent": persistent}
     if config.columns:
         left, right = config.columns
-        parts |= {"right": right, "held": config.held}
-        if isinstance(config, ValuesBackwardConfig):
-            return ValuesBackwardPlan(left, *how, **parts, value_columns=config.value_columns)
-        return plan[1](left, *how, **parts)
-    return plan[0](width, *how, **parts)
+        return SplitBackwardPlan(left, *how, **parts, right=right, held=config.held)
+    return BackwardPlan(width, *how, **parts)
 
 
 def descriptors(
@@ -194,7 +188,7 @@ def descriptors(
     ones, config = (1, 1, 1) if call.varlen else (1, 1), call.config
     sizes = {"q": config.block_m, "k": 64, "v": 64, "do": config.block_m, "dk": 64, "dv": 64}
     element = getattr(gl, HALF[call.dtype])
-    found, values = {}, isinstance(config, ValuesBackwardConfig)
+    found = {}
     for (name, size), whole in zip(sizes.items(), windows, strict=False):
         if isinstance(config, Keys96BackwardConfig):  # three copies along the columns, of keys two of rows
             tensor = Part("d_out" if name == "do" else name)
@@ -205,8 +199,6 @@ def descriptors(
                 found[f"desc_{name}{suffix}"] = Descriptor(tensor, whole, block, layout)
             continue
         start, parts = 0, config.columns or (width,)
-        if values and name in ("v", "do", "dv"):
-            parts = (config.value_columns,) * 2
         for suffix, columns in zip(("", "_right"), parts, strict=False):
             block = (*ones, size, columns)
             window = columns_of(whole, start, columns) if config.columns else whole

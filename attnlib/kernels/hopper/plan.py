@@ -294,60 +294,19 @@ class WideBackwardPlan(Constants):
     sparse = property(lambda self: gl.constexpr(self.mask.left.value or self.varlen.value))
     backwards = property(lambda self: gl.constexpr(self.deterministic.value and self.mask.causal.value))
 
-    # dK, dV and dQ are formed in two parts of their columns, here halves. ptxas refuses a product of 256
-    # columns: it wants its registers to be there before they are shared out anew (C7602).
-    left = property(lambda self: gl.constexpr(self.d.value // 2))
-    rest = property(lambda self: gl.constexpr(self.width.value - self.left.value))
+    # dK, dV and dQ are formed in two halves of their columns. ptxas refuses a product of 256 columns: it
+    # wants its registers to be there before they are shared out anew (C7602).
+    half = property(lambda self: gl.constexpr(self.d.value // 2))
     width = property(lambda self: self.d)
+    sums_width = property(lambda self: gl.constexpr(2 * self.d.value))  # of sums of dK and dV
     held = gl.constexpr(0)
     few, step, consumers = gl.constexpr(False), gl.constexpr(0), gl.constexpr(2)  # as in `BackwardPlan`
-    own_values = gl.constexpr(False)
-    value_left = property(lambda self: self.left)  # columns of the parts of dV
-    value_rest = property(lambda self: self.rest)
-    sums_width = property(  # of sums of dK and dV
-        lambda self: gl.constexpr(self.width.value + self.value_left.value + self.value_rest.value)
-    )
 
-    # Accumulators: of S^T and dP^T [64, block_m], of the parts of dK, dV and dQ.
+    # Accumulators: of S^T and dP^T [64, block_m], of the halves of dK, dV and dQ.
     s_layout = property(lambda self: accumulator(self.block_m.value))
-    left_layout = property(lambda self: accumulator(self.left.value))
-    rest_layout = property(lambda self: accumulator(self.rest.value))
-    value_left_layout = property(lambda self: accumulator(self.value_left.value))
-    value_rest_layout = property(lambda self: accumulator(self.value_rest.value))
+    half_layout = property(lambda self: accumulator(self.half.value))
     # P^T and dS^T as first operands of a product, in registers.
-    p_layout = property(lambda self: first_operand(self.left_layout))
-
-
-@dataclass(frozen=True)
-class SplitWideBackwardPlan(WideBackwardPlan):
-    """The same for a head dimension in two parts; `d` are the columns of the first. See `column_parts`.
-
-    Attributes:
-        right: columns of the second.
-        held: parts of K and V that stay in registers, as first operands of a product.
-    """
-
-    right: int = field(kw_only=True)
-    held: int = field(kw_only=True)
-
-    held_layout = property(lambda self: first_operand(self.s_layout))
-    left = property(lambda self: self.d)
-    width = property(lambda self: gl.constexpr(self.d.value + self.right.value))
-
-
-@dataclass(frozen=True)
-class ValuesBackwardPlan(SplitWideBackwardPlan):
-    """The same for values with columns of their own.
-
-    Attributes:
-        value_columns: of each of the two parts of a tile of values.
-    """
-
-    value_columns: int = field(kw_only=True)
-
-    own_values = gl.constexpr(True)
-    value_left = property(lambda self: self.value_columns)
-    value_rest = property(lambda self: self.value_columns)
+    p_layout = property(lambda self: first_operand(self.half_layout))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from attnlib.kernels.hopper.configs import (
 )
 from attnlib.kernels.hopper.configs_backward import (
     KEYS_96,
-    SPLIT,
     HopperBackwardConfig,
     hopper_backward_config,
 )
@@ -165,7 +164,7 @@ BACKWARD = {
     "72 of 80 columns, dense, bfloat16": Call(72, 1, 1, 70, 70, causal=False, dtype=torch.bfloat16),
     "96 columns, grouped heads, batches": Call(96, 4, 2, 70, 90, B=2),
     "88 of 96 columns, keys that nobody sees": Call(88, 1, 1, 60, 200, window=(30, 20), causal=False),
-    "160 columns, dense": Call(160, 1, 1, 70, 100, causal=False, config=SPLIT[160]),
+    "160 columns, dense": Call(160, 1, 1, 70, 100, causal=False),
     "192 columns": Call(192, 2, 1, 70, 100),
     "136 of 160 columns, varlen": Call(136, 1, 1, varlen=((40, 70), (150, 90))),
     "192 columns, keys that nobody sees": Call(192, 1, 1, 60, 150, window=(30, -1)),
@@ -497,7 +496,7 @@ TINY = {
     "backward, varlen": Call(64, 2, 1, varlen=((30, 40), (140, 20))),
     "backward, a window": Call(256, 1, 1, 150, 70, window=(50, -1)),
     "backward, 72 of 80 columns": Call(72, 1, 1, 150, 40, causal=False),
-    "backward, 136 of 160 columns": Call(136, 1, 1, 150, 40, causal=False, config=SPLIT[160]),
+    "backward, 136 of 160 columns": Call(136, 1, 1, 150, 40, causal=False),
 }
 
 

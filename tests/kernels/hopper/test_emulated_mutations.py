@@ -26,11 +26,10 @@ from attnlib.kernels.hopper import (
     backward_tiles,
     backward_wide_kernel,
     column_parts,
-    configs_backward,
     forward_kernel,
 )
 from attnlib.kernels.hopper.configs import HopperConfig, SplitConfig
-from attnlib.kernels.hopper.configs_backward import KEYS_96, OWN_VALUES, hopper_backward_config
+from attnlib.kernels.hopper.configs_backward import KEYS_96, hopper_backward_config
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -69,6 +68,7 @@ BACKWARD = {
     "in order": Call(128, 2, 1, 300, 400, deterministic=True),
     "bulk, in order": Call(64, 2, 1, 300, 400, deterministic=True),
     "256, in order": Call(256, 1, 1, 150, 200, causal=False, deterministic=True),
+    "96 keys, in order": Call(192, 1, 1, 150, 300, causal=False, deterministic=True),
     "window, in order": Call(64, 1, 1, 400, 500, window=(200, -1), deterministic=True),
     "no right bound, in order": Call(64, 1, 1, 400, 500, False, window=(130, -1), deterministic=True),
     "alternate": Call(
@@ -93,8 +93,6 @@ BACKWARD = {
     "persistent, shared": Call(64, 2, 1, 150, 300, config=PERSISTENT[64]),
     "64 + 16": Call(72, 1, 1, 70, 70, config=ONE_TILE[72]),
     "64 + 32": Call(96, 1, 1, 70, 70, config=ONE_TILE[96]),
-    "128 + 32": Call(136, 1, 1, 70, 70, config=configs_backward.SPLIT[160]),
-    "values of 128": Call(192, 1, 1, 70, 70, D_v=128, config=OWN_VALUES),
     "shared": Call(96, 4, 2, 70, 200, config=replace(hopper_backward_config(96), visited=1)),
     "256, shared": Call(256, 4, 2, 70, 70, config=replace(hopper_backward_config(256), visited=1)),
     "96 keys": Call(192, 1, 1, 320, 60, causal=False, config=KEYS_96),
@@ -396,8 +394,8 @@ MUTATIONS = [
     backward("dQ of the last step is lost", "AssertionError", ("dq, n > 0, WG", "dq, n < 0, WG")),
     pair("the halves of dQ change places", "AssertionError",
              ("ds_w = ds_w.slice(WG * 64, 64, 1)", "ds_w = ds_w.slice(64 - WG * 64, 64, 1)"), call="64"),
-    shared("the second part adds nothing to S and dP", "AssertionError",
-           ("for part in gl.static_range(len(b)):", "for part in gl.static_range(1):"), call="128 + 32"),
+    shared("the second part adds nothing to S and dP", "AssertionError|Race: a product is used with",
+           ("for part in gl.static_range(len(b)):", "for part in gl.static_range(1):"), call="64 + 32"),
     shared("the second part takes the place of the first in S and dP", "AssertionError",
            ("use_acc=part > 0", "use_acc=False"), call="64 + 32"),
     shared("the second part of a column of S is that of other rows", "AssertionError",
@@ -541,10 +539,10 @@ MUTATIONS = [
     wide("dS is written without asking", f"{OVERWRITTEN}|{READING}|{TWICE}",
          ('named_barrier("sync", DS_FREE + slot, 256)', "pass")),
     wide("dS is released before dQ is done", f"{OVERWRITTEN}|{READING}",
-         without('            if part == 1:\n                named_barrier("arrive", DS_FREE + slot, 256)\n',
+         without('            if half == 1:\n                named_barrier("arrive", DS_FREE + slot, 256)\n',
                  "", "            # The condition"),
          ("            dq = warpgroup_mma_wait(0, deps=(dq,))",
-          '            if part == 1:\n                named_barrier("arrive", DS_FREE + slot, 256)\n'
+          '            if half == 1:\n                named_barrier("arrive", DS_FREE + slot, 256)\n'
           "            dq = warpgroup_mma_wait(0, deps=(dq,))")),
     wide("dS is not told", DEADLOCK,
          ('        named_barrier("arrive", DS_FULL + slot, 256)\n',
@@ -560,13 +558,10 @@ MUTATIONS = [
     wide("dK and dV are not waited for", "Race: .* ends and has not waited for its copies out",
          without("    tma.store_wait(0)\n", ".index(0))\n")),
     wide("V is not waited for", TAKEN, without("    mbarrier.wait(mem.v_full, 0)\n")),
-    wide("V is loaded into registers before it is there", TAKEN,
-         without("    mbarrier.wait(mem.v_full, 0)\n"), call="128 + 32"),
-    wide("the second part of dV is that of the first columns", "TypeError|AssertionError",
-         ("warpgroup_mma(a, _part(b, 1, plan), right", "warpgroup_mma(a, b[0].slice(0, plan.rest, 1), right"),
-         call="128 + 32"),
-    wide("the second part of dQ is added where the first one is", "AssertionError",
-         ("part * 64 * plan.left", "0 * plan.left"), call="128 + 32"),
+    wide("the second half of dV is that of the first columns", "AssertionError",
+         ("warpgroup_mma(a, _half(b, 1, plan), right", "warpgroup_mma(a, _half(b, 0, plan), right")),
+    wide("the second half of dQ is added where the first one is", "AssertionError",
+         ("half * 64 * plan.half", "0 * plan.half")),
     shared("of 96 keys: Q is filled without asking", f"{TAKEN}|{COUNT}|{TWICE}",
            without("        acquire(Q_FREE, j, plan.consumers)\n"), call="96 keys"),
     shared("of 96 keys: the bytes of 32 are not expected", f"{TAKEN}|{DEADLOCK}|{COUNT}",
@@ -712,18 +707,19 @@ MUTATIONS = [
     shared("the wrong phase is waited for", PHASES,
            ("turns.granted, j & 1)\n\n", "turns.granted, j + 1 & 1)\n\n"), call="256, in order"),
     wide("an addition before its turn", PHASES,
-         without("            if plan.deterministic:\n                if part == 0:\n"
+         without("            if plan.deterministic:\n                if half == 0:\n"
                  "                    await_grant(mem.turns, j)\n"),
          call="256, in order"),
     wide("the additions are not told", PHASES,
          without("        if plan.deterministic:\n            tell_added(mem.turns, j)\n"),
          call="256, in order"),
-    wide("the second part of dK and dV stays in shared memory", "AssertionError",
-         ("for i in gl.static_range(len(descs)):", "for i in gl.static_range(1):"), call="128 + 32"),
-    wide("dK and dV of other widths are not fenced", UNFENCED.format(r"(dk|do)"),
-         without("    fence_async_shared()\n", ".store(right)\n"), call="values of 128"),
-    wide("dK and dV of other widths are not waited for", "Race: .* ends and has not waited for its copies",
-         without("    tma.store_wait(0)\n", ".index(0))\n"), call="values of 128"),
+    keys96("an addition before its turn", PHASES,
+           without("            if plan.deterministic:\n                if part == 0:\n"
+                   "                    await_grant(mem.turns, j)\n"),
+           call="96 keys, in order"),
+    keys96("the additions are not told", PHASES,
+           without("        if plan.deterministic:\n            tell_added(mem.turns, j)\n"),
+           call="96 keys, in order"),
 ]  # fmt: skip
 
 

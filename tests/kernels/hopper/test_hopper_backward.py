@@ -28,6 +28,7 @@ from attnlib.kernels.common.tile_order import by_sections, leading_first
 from attnlib.kernels.hopper import backward_tiles, launch_backward, sharing
 from attnlib.kernels.hopper.configs_backward import (
     KEYS_96,
+    KEYS_96_WIDTHS,
     SPLIT,
     BackwardKind,
     HopperBackwardConfig,
@@ -88,23 +89,20 @@ def test_the_second_consumer_begins_later_where_no_diagonal_ends_the_keys(width:
 def test_head_dimensions_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest width that holds one, in parts where that is no power of two; padded without its line."""
     widths = {D: hopper_backward_config(D).width(D) for D in range(8, 257, 8)}
-    assert {width: [D for D in widths if widths[D] == width] for width in SPLIT} == {
+    assert {width: [D for D in widths if widths[D] == width] for width in (*SPLIT, *KEYS_96_WIDTHS)} == {
         80: [72, 80], 96: [88, 96], 160: [136, 144, 152, 160], 192: [168, 176, 184, 192],
     }  # fmt: skip
-    assert set(widths.values()) == {64, 128, 256} | set(SPLIT)
+    assert set(widths.values()) == {64, 128, 256} | set(SPLIT) | set(KEYS_96_WIDTHS)
     for width, config in SPLIT.items():
         left, right = config.columns
         assert left + right == width and left & (left - 1) == right & (right - 1) == 0 and right >= 16
         with pytest.raises(ValueError, match=f"^config: expected columns .* for head dimension {left}, got"):
             config.width(left)
     monkeypatch.delitem(SPLIT, 80)
-    monkeypatch.delitem(SPLIT, 160)
-    assert hopper_backward_config(72) == SPLIT[96] and hopper_backward_config(136, True).columns == (128, 64)
-    monkeypatch.delitem(SPLIT, 192)
-    assert hopper_backward_config(136) == hopper_backward_config(256)
+    assert hopper_backward_config(72) == SPLIT[96]
 
 
-SWIZZLES = [(80, [64, 32]), (96, [64, 32]), (128, [128]), (192, [128, 128])]
+SWIZZLES = [(80, [64, 32]), (96, [64, 32]), (128, [128]), (192, [128])]
 
 
 @pytest.mark.parametrize(("width", "swizzles"), SWIZZLES)
@@ -164,7 +162,9 @@ def test_which_programs_stay_on_their_sm() -> None:
             drift = window == windows[0] and (
                 80 < head_dim <= 96 or (head_dim <= 64 and dtype == torch.bfloat16)
             )
-            in_turns = head_dim <= 64 if deterministic else config.persistent and not drift
+            in_turns = config.persistent and not drift
+            if deterministic:  # both consumers of 65 to 80 columns would add to the same 16, so they have 96
+                in_turns = head_dim <= 96
             assert config.alternate is in_turns
             assert not hopper.configuration(q, k, k, params, backward=True).persistent
             tokens, starts = q[0].transpose(0, 1), torch.tensor([0, 130], dtype=torch.int32)
@@ -172,7 +172,7 @@ def test_which_programs_stay_on_their_sm() -> None:
             config = hopper.configuration(tokens, tokens, tokens, varlen, backward=True)
             assert not config.persistent
             turns = 64 < head_dim <= 96 or (head_dim <= 64 and window == windows[1])
-            assert config.alternate is (head_dim <= 64 if deterministic else turns)
+            assert config.alternate is (head_dim <= 96 if deterministic else turns)
 
 
 @pytest.mark.parametrize(
@@ -286,16 +286,9 @@ def test_sums_in_order_have_programs_of_one_tile() -> None:
         replace(hopper_backward_config(64, deterministic=True), persistent=True)
 
 
-@pytest.mark.parametrize(
-    ("config", "others"),
-    [
-        (hopper_backward_config(64, stays=True), "bulk=True, deterministic=False"),
-        (hopper_backward_config(256, deterministic=True), "bulk=False, deterministic=True"),
-    ],
-)
-def test_who_pauses(config: HopperBackwardConfig, others: str) -> None:
-    with pytest.raises(ValueError, match=f"^pause_every: expected 0 with {others}, got 2$"):
-        replace(config, pause_every=2)
+def test_who_adds_in_bulk_does_not_pause() -> None:
+    with pytest.raises(ValueError, match="^pause_every: expected 0 with bulk=True, got 2$"):
+        replace(hopper_backward_config(64, stays=True), pause_every=2)
 
 
 def test_how_often_calls_pause() -> None:
@@ -312,13 +305,16 @@ def test_how_often_calls_pause() -> None:
         assert every(columns) == every(columns, masked=True, alone=False) == 4
         assert every(columns, masked=True) == every(columns, masked=True, left_bound=True, alone=False) == 2
         assert every(columns, varlen=True) == every(columns, varlen=True, masked=True, alone=False) == 2
-    assert {every(columns, deterministic=True) for columns in (64, 96, 128, 160, 192, 256)} == {0}
+    assert {every(columns, deterministic=True) for columns in (64, 96, 128)} == {0}
+    assert every(256, deterministic=True) == 1
+    for columns in (160, 192):
+        assert every(columns, deterministic=True) == 0
+        assert every(columns, deterministic=True, masked=True) == 4
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"deterministic": True}, "deterministic: expected False with block_n=96, got True"),
         ({"value_columns": 64}, "value_columns: expected 128 or 192, got 64"),
         ({"query_columns": 176}, "query_columns: expected 160 or 192, got 176"),
         ({"query_columns": 160}, "value_columns: expected 128 or 160, got 192"),
@@ -332,7 +328,7 @@ def test_what_96_keys_a_program_do_without(changes: dict[str, object], reason: s
 
 
 def test_which_calls_have_96_keys_a_program() -> None:
-    """Of three parts of 64 columns, not where sums have an order."""
+    """Of three parts of 64 columns, whether sums have an order or not."""
     narrow = replace(KEYS_96, query_columns=160, value_columns=160)
     assert {KEYS_96.width(D) for D in range(136, 193, 8)} == {192} and narrow.width(136) == 160
     assert KEYS_96.sums_widths(160) == narrow.sums_widths(160) == (192, 192), "whole parts"
@@ -340,13 +336,12 @@ def test_which_calls_have_96_keys_a_program() -> None:
         most = config.query_columns
         with pytest.raises(ValueError, match=f"^head_dim: expected 129 to {most} with .*, got {head_dim}$"):
             config.width(head_dim)
-    for varlen in (False, True):
-        how = {"deterministic": True, "kind": BackwardKind(varlen=varlen)}
-        assert hopper_backward_config(192, **how).block_n == hopper_backward_config(160, **how).block_n == 64
-        assert own_values_backward_config(192, 128, **how).block_n == 64
+    for varlen, in_order in product((False, True), repeat=2):
+        how = {"deterministic": in_order, "kind": BackwardKind(varlen=varlen)}
+        assert own_values_backward_config(192, 128, **how).block_n == 96
         for head_dim in range(8, 257, 8):
-            wide = 128 < head_dim <= 192
-            assert (hopper_backward_config(head_dim, kind=BackwardKind(varlen=varlen)).block_n == 96) is wide
+            config = hopper_backward_config(head_dim, **how)
+            assert (config.block_n == 96) is (128 < head_dim <= 192) and config.deterministic is in_order
 
 
 MB = 1 << 20
@@ -369,6 +364,9 @@ def test_which_form_of_96_keys_calls_get(columns: tuple[int, int]) -> None:
     for window, changes in zip(windows, FORMS[columns], strict=True):
         found = hopper.configuration(q, q, v, Params(window, SCALE), backward=True)
         assert found == replace(base, **changes)
+        in_order = hopper.configuration(q, q, v, Params(window, SCALE, deterministic=True), backward=True)
+        pause_every = 4 if window != windows[0] else 0
+        assert in_order == replace(found, deterministic=True, pause_every=pause_every)
     tokens, values = (x[0].transpose(0, 1) for x in (q, v))
     starts = torch.tensor([0, 256], dtype=torch.int32)
     for window in windows:
@@ -385,7 +383,7 @@ def test_what_heads_of_256_columns_may_take_of_l2() -> None:
         few = 8 if most == 40 else 16
         assert megabytes(alone=False, **mask) == megabytes(alone=False, short=True, **mask) == most
         assert megabytes(**mask) == megabytes(short=True, **mask) == few
-        assert megabytes(varlen=True, **mask) == megabytes(deterministic=True, **mask) == 16
+        assert megabytes(varlen=True, **mask) == 16 and megabytes(deterministic=True, **mask) == few
 
 
 @pytest.mark.parametrize("columns", [160, 192, 256])
@@ -407,7 +405,7 @@ def test_values_that_do_not_fit_are_refused() -> None:
     call = Signature(shape, shape, strides, q.dtype, -1, window, SCALE, None, False, config)
     with pytest.raises(ValueError, match="^value_columns: expected 192 or more, got 128$"):
         launch_backward.prepare(call)
-    for columns, values in ((192, 128), (128, 256)):
+    for columns, values in ((256, 128), (128, 256)):
         k, v = (torch.zeros(1, 1, 100, n, dtype=torch.float16) for n in (columns, values))
         strides, config = (k.stride(), k.stride(), v.stride(), v.stride(), v.stride()), hopper_backward_config
         call = Signature(
