@@ -21,7 +21,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnlib.emulator import Deadlock, Emulated, Race, run
 from attnlib.emulator.values import Int
+from attnlib.kernels.common.bulk_add import async_add_shared_to_global
 from attnlib.kernels.common.memory import barriers, room
+from attnlib.kernels.common.turns import await_turn, end_turn
 
 RUNS = [("eager", 0), ("late", 0), ("random", 0), ("random", 1), ("random", 2)]
 runs = pytest.mark.parametrize(("order", "seed"), RUNS)
@@ -257,6 +259,46 @@ def test_a_wait_for_copies_out_is_for_the_oldest(order: str, seed: int) -> None:
     assert torch.equal(y.float(), torch.tensor([1.0, 2.0]).repeat_interleave(64)[:, None].expand(128, 32))
     with pytest.raises(Race, match="a store of .* overwrites shared memory while a product or copy out"):
         run(two_copies_out, (1,), descriptor(y), 1, 2, order=order, seed=seed)
+
+
+@gluon.jit
+def add_in_order(desc, count_ptr, BUG: gl.constexpr):
+    """The programs add their number and 1 to a sum in bulk, one after the other."""
+    plan: gl.constexpr = Blocks(64)
+    x = buffer(desc)
+    number = gl.program_id(0)
+    x.store(gl.zeros([64, 32], gl.float32) + (number + 1))
+    fence_async_shared()
+    if BUG != "early":
+        await_turn(count_ptr, number * 0, number, plan, True)
+    async_add_shared_to_global(desc, [0, 0], x)
+    tma.store_wait(0)
+    end_turn(count_ptr, number * 0, plan, BUG != "counted")
+
+
+class Blocks(NamedTuple):
+    """What `turns` wants to know of a plan."""
+
+    block_m: int
+
+
+def sums_in_order(bug: str, order: str, seed: int) -> set[float]:
+    """After four programs; in float32 2^25 + 1 + 2 + 3 + 4 depends on the order."""
+    y, count = torch.full((64, 32), 2.0**25), torch.zeros(8, dtype=torch.int32)
+    run(add_in_order, (4,), descriptor(y), count, bug, order=order, seed=seed, sms=4, in_order=True)
+    assert int(count.sum()) == 4
+    return set(y.flatten().tolist())
+
+
+def test_additions_in_bulk_take_turns() -> None:
+    """Those that are counted when shared memory has been read may still be under way."""
+    right = sums_in_order("", "eager", 0)
+    assert len(right) == 1
+    for bug in ("", "early", "counted"):
+        found = set()
+        for seed in range(40):
+            found |= sums_in_order(bug, "random", seed)
+        assert (found == right) == (not bug), bug
 
 
 # ---------------------------------------------------------------- several partitions

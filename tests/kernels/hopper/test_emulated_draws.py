@@ -54,6 +54,13 @@ def test_any_call(draw, order, seed):
 
 
 @settings(max_examples=10)
+@given(draw=st.one_of(draws(False), draws(True)), order=orders, seed=st.integers(0, 1000))
+def test_any_call_with_sums_in_order(draw, order, seed):
+    with on_the_cpu(order, seed, in_order=True):
+        check(draw, "cpu", "hopper", deterministic=True)
+
+
+@settings(max_examples=10)
 @given(draw=st.one_of(draws(False, own), draws(True, own)), order=orders, seed=st.integers(0, 1000))
 def test_any_call_with_values_of_another_width(draw, order, seed):
     """The forward pass; the backward pass of most is that of the portable kernels."""
