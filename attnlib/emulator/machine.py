@@ -9,7 +9,9 @@ a copy lands, a product is formed. Which one is drawn from a seed; `order` says 
 
 Where programs wait for each other (`in_order`), additions to global memory take place some time after they
 were issued, too, as late as a fence of the GPU's scope lets them. Such a fence waits for those that its
-partition has issued or, by way of barriers, has been told of by another one of its program.
+partition has issued or, by way of barriers, has been told of by another one of its program. What a copy out
+adds is added some time after the copy has read shared memory, and no fence waits for that
+(`wait_for_landing`).
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ SPLIT_SPILLS = {
 """The kinds that are compiled of each width in two parts, and what `SPILLS` says of the others."""
 OPTION_SPILLS = {
     (64, "deterministic causal"): 6, (64, "deterministic dense"): 0,
-    (64, "deterministic varlen window"): 2, (128, "deterministic causal"): 8,
+    (64, "deterministic varlen window"): 2, (64, "ordered turns bulk whole causal"): 6,
+    (128, "deterministic causal"): 8,
     (128, "deterministic dense"): 2, (128, "deterministic varlen window"): 20,
     (96, "deterministic causal"): 10, (256, "deterministic causal"): 2,
     (256, "deterministic dense"): 2, (256, "deterministic varlen window"): 4,
@@ -138,6 +139,7 @@ FORMS |= {"turns bulk whole": FORMS["turns bulk"] | WHOLE, "bulk whole": FORMS["
 FORMS["alternate bulk whole"] = FORMS["bulk whole"] | {"alternate": True}
 FORMS |= {f"{name} shared": form for name, form in FORMS.items() if form.get("persistent")}
 FORMS["pauses"] = {"pause_every": 4}
+FORMS["ordered turns bulk whole"] = FORMS["turns bulk whole"] | {"deterministic": True}
 OPTIONS = "deterministic", *FORMS, "shared", "apart"
 """Words before a kind: of the configuration; the last two, programs that share a key head."""
 SHARED = "keys_ptr", "SHARE"
@@ -222,7 +224,7 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool], s
             return compile_case((128, "causal", "fp16"))
     name, kind, dtype = case
     option, kind = option_of(kind)
-    deterministic = option == "deterministic"
+    deterministic = option == "deterministic" or option.startswith("ordered")
     columns, _, config = columns_of(name, deterministic, KINDS[kind][0] or "window" in kind)
     if option in FORMS:
         config = replace(config, **FORMS[option])
@@ -305,7 +307,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     assert {0, 1, 2} <= barriers <= set(range(ours.value)), "Triton and the kernel have a barrier in common"
     own = (SPLIT_SPILLS | OPTION_SPILLS | SPILLS_96).get((width, kind))
     kind = unmarked
-    deterministic = option == "deterministic"
+    deterministic = option == "deterministic" or option.startswith("ordered")
     assert stats.spills <= (SPILLS[width][list(KINDS).index(kind)] if own is None else own)
     loops = stats.loops  # one for each consumer
     assert sorted(loop["HGMMA"] for loop in loops) == IN_A_STEP[width]
@@ -322,7 +324,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     # Where programs of one tile share a key head, the second consumer has them: its sums of dK and dV are
     # added in the order of threads. So are those of dQ in a deterministic wide kernel.
     of_keys = width in KEYS_96
-    stays = option.startswith(("persistent", "turns"))
+    stays = option.startswith(("persistent", "turns", "ordered turns"))
     uniform = (not shared or stays) if width in (64, 80, 96, 128) else not deterministic
     assert not uniform or max(moved) <= 8, "addresses are taken for different in each thread"
     paused = [sum("NANOSLEEP" in text for text in listing) for listing in stats.loop_listings]

@@ -23,7 +23,7 @@ from attnlib.kernels.common.bulk_add import async_add_shared_to_global
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.turns import await_turn, end_turn
 from attnlib.kernels.hopper import backward_tiles as tiling
-from attnlib.kernels.hopper.backward_persistent import tile_number
+from attnlib.kernels.hopper.backward_persistent import first_tile, tile_number
 
 LINE = gl.constexpr(launch_postprocess.LINE)
 SUMS_FULL = gl.constexpr(6)  # of the named barriers, and 7
@@ -81,14 +81,14 @@ def tell_sums(j, WG: gl.constexpr):
 @gluon.jit
 def add_all(descs, mem, work, plan: gl.constexpr):
     """A warp's work: dQ of each step."""
-    number = gl.program_id(0)
     if plan.persistent:
+        number = first_tile(work, plan)
         t = 0
         while number >= 0:
             t += 1
             number = _add_tile(descs, mem, number, t, work, plan)
     else:
-        _add_tile(descs, mem, number, 1, work, plan)
+        _add_tile(descs, mem, gl.program_id(0), 1, work, plan)
 
 
 @gluon.jit
@@ -105,7 +105,9 @@ def _add_tile(descs, mem, number, after, work, plan: gl.constexpr):
         for j in range(n):
             line = block * (plan.block_m * plan.width // LINE)
             if plan.deterministic:
-                await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan, True)
+                counted = tiling.counted(tile, m, work, plan)
+                if counted:
+                    await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan, True)
             for w in gl.static_range(plan.writers):
                 named_barrier("sync", SUMS_FULL + w, 160)
                 for i in gl.static_range(parts):
@@ -119,7 +121,8 @@ def _add_tile(descs, mem, number, after, work, plan: gl.constexpr):
                 if (j + 1 < n) | (following >= 0):
                     mbarrier.arrive(mem.sums_free.index(w), count=1)
             if plan.deterministic:
-                end_turn(work.turns_ptr, block, plan, True)
+                if counted:
+                    end_turn(work.turns_ptr, block, plan, True)
             block += 1
             m += 1
             if m == tile.m_end:

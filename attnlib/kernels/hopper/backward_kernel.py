@@ -143,6 +143,7 @@ from attnlib.kernels.hopper.backward_bulk import add_all, new_buffers, place_of_
 from attnlib.kernels.hopper.backward_gradients import copy_out, leave, store, times
 from attnlib.kernels.hopper.backward_persistent import (
     await_gradients,
+    first_tile,
     new_next_tile,
     produce_tiles,
     set_after,
@@ -332,7 +333,7 @@ def _visit_tiles(
     desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr
 ):
     """The same for one tile after the other, until the producer tells of none."""
-    number = gl.program_id(0)
+    number = first_tile(work, plan)
     mbarrier.wait(mem.q_full.index(0), 0)
     s = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
     if plan.held == 0:
@@ -565,9 +566,14 @@ def attention_backward_hopper(
     fence_async_shared()
     if OVERLAPS:
         overlap()
+    first = None
+    if plan.persistent and plan.deterministic:
+        first = gl.atomic_add(counter_ptr, 1)
+        if first >= tiles:  # others have drawn them all
+            return
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, LAST, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr,
-        SHARE, tiles, counter_ptr,
+        SHARE, tiles, counter_ptr, first,
     )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
     registers: gl.constexpr = plan.registers

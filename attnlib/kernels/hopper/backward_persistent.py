@@ -64,6 +64,17 @@ def tile_number(mem, t, WARPS: gl.constexpr):
     return word_in(mem.next_tile.index(t & 1), WARPS)
 
 
+@gluon.jit
+def first_tile(work, plan: gl.constexpr):
+    """The number of a program's first tile: its own, or, where tiles wait for those of smaller numbers, one
+    that the program has drawn. Otherwise, on fewer SMs than there are programs, a program could draw a tile
+    that waits for the first one of a program that has not begun."""
+    if plan.deterministic:
+        return work.first
+    else:
+        return gl.program_id(0)
+
+
 # ---------------------------------------------------------------- sets of K and V
 
 
@@ -111,7 +122,7 @@ def await_gradients(i, j):
 def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.constexpr):
     q_bytes: gl.constexpr = nbytes(desc_q) + desc_rows.block_type.nbytes
     do_bytes: gl.constexpr = nbytes(desc_do) + desc_rows.block_type.nbytes
-    number = gl.program_id(0)
+    number = first_tile(work, plan)
     t = 0  # of the tiles of this program
     i = 0  # of its steps
     asked = 0 * lanes()
@@ -146,7 +157,10 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
             if m == tile.m_end:
                 m = tile.m_start
                 g += 1
-        number = drawn(asked, work.counter_ptr, work.tiles, 1)
+        if plan.deterministic:  # there are more draws than tiles, so none of them sets the counter back
+            number = drawn(asked, work.counter_ptr, 0, 0)
+        else:
+            number = drawn(asked, work.counter_ptr, work.tiles, 1)
         t += 1
     acquire(Q_FREE, i)
     _tell(mem, t, -1)

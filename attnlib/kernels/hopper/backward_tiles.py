@@ -35,6 +35,7 @@ class Work(NamedTuple):
     SHARE: gl.tensor = None  # programs of a block of keys of a key head, where the plan says `shared`
     tiles: gl.tensor = None  # of all programs, where the plan says `persistent`
     counter_ptr: gl.tensor = None  # from which they draw tiles
+    first: gl.tensor = None  # tile of this program, see `backward_persistent.first_tile`
 
 
 class Tile(NamedTuple):
@@ -164,6 +165,23 @@ def turn(tile, m, work, plan: gl.constexpr):
         return tile.start // plan.block_n - gl.maximum(place - work.left, 0) // plan.block_n
     else:
         return tile.start // plan.block_n
+
+
+@gluon.jit
+def counted(tile, m, work, plan: gl.constexpr):
+    """Whether additions of the tile to block m have a turn. Those to a block of `_two_blocks` that sees none
+    of the keys have none: they add 0, which changes no bit."""
+    found = m >= 0
+    if plan.persistent:
+        place = m * plan.block_m + tile.S_k - tile.S_q  # of the first query among the keys
+        if plan.mask.causal:
+            last = place + plan.block_m - 1
+            if plan.mask.shifted:
+                last += work.right
+            found = found & (last >= tile.start)
+        if plan.mask.left:
+            found = found & (place - work.left < tile.start + plan.block_n)
+    return found
 
 
 # ---------------------------------------------------------------- places in memory

@@ -218,24 +218,27 @@ def test_which_grouped_heads_stay_on_their_sm(head_dim, group, S, visited) -> No
     assert not hopper.configuration(q, k, k, params._replace(deterministic=True), backward=True).persistent
 
 
-@pytest.mark.parametrize("block_n", [128, 64])
-@pytest.mark.parametrize("varlen", [False, True], ids=["batch", "varlen"])
-def test_turns_count_the_programs_that_visit_a_block(block_n: int, varlen: bool) -> None:
+@pytest.mark.parametrize(
+    ("width", "varlen", "stays"),
+    [(64, False, False), (64, False, True), (64, True, False), *product((192, 256), (False, True), [False])],
+)
+def test_turns_count_the_programs_that_visit_a_block(width: int, varlen: bool, stays: bool) -> None:
     """For each block of queries: as many as have come before in the order of programs, over windows of all
-    kinds, with the functions that the kernels use."""
-    width = 64 if block_n == 128 else 256
-    config = hopper_backward_config(width, deterministic=True)
+    kinds, with the functions that the kernels use. A block that a tile visits only to have two has no turn."""
+    config = replace(hopper_backward_config(width, deterministic=True), persistent=stays)
     windows = [(None, 0), (None, None), (None, 30), (100, 0), (100, 50), (70, None), (0, 0), (200, 300)]
-    lengths = [(300, 300), (130, 700), (700, 130), (1, 400), (500, 1)]
+    lengths = [(300, 300), (130, 700), (700, 130), (500, 1), *([] if stays else [(1, 400)])]
     for (left, right), (S_q, S_k) in product(windows, lengths):
         left, right = MaskWindow(left, right).clipped(S_q, S_k)
         mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None, "tail": True}
-        plan = launch_backward.make_plan(width, config, mask, varlen)
+        plan = launch_backward.make_plan(width, config, mask, varlen, persistent=stays)
         visits = visits_of(plan, S_q, S_k, left, right or None)
         seen: Counter[int] = Counter()
         for m_start, m_end, turns in visits:
-            assert turns == [seen[m] for m in range(m_start, m_end)]
-            seen.update(range(m_start, m_end))
+            counted = [(m, turn) for m, turn in zip(range(m_start, m_end), turns, strict=True) if turn >= 0]
+            assert stays or len(counted) == m_end - m_start
+            assert counted == [(m, seen[m]) for m, _ in counted]
+            seen.update(m for m, _ in counted)
 
 
 @gluon.jit
@@ -251,7 +254,8 @@ def _visits(found_ptr, work, plan: gl.constexpr):
         gl.store(row, tile.m_start)
         gl.store(row + 1, tile.m_end if any_keys else tile.m_start)
         for m in range(tile.m_start, tile.m_end):
-            gl.store(row + 2 + m, backward_tiles.turn(tile, m, work, plan))
+            counted = backward_tiles.counted(tile, m, work, plan)
+            gl.store(row + 2 + m, backward_tiles.turn(tile, m, work, plan) if counted else -1)
 
 
 def visits_of(plan, S_q: int, S_k: int, left, right) -> list[tuple[int, int, list[int]]]:
@@ -281,9 +285,10 @@ def test_the_wide_kernel_does_without(option: str) -> None:
         replace(hopper_backward_config(256), **{option: True})
 
 
-def test_sums_in_order_have_programs_of_one_tile() -> None:
-    with pytest.raises(ValueError, match="^persistent: expected False with deterministic=True, got True$"):
-        replace(hopper_backward_config(64, deterministic=True), persistent=True)
+def test_programs_with_sums_in_order_stay_where_these_are_added_in_bulk() -> None:
+    others = "deterministic=True and bulk=False"
+    with pytest.raises(ValueError, match=f"^persistent: expected False with {others}, got True$"):
+        replace(hopper_backward_config(128, deterministic=True), persistent=True)
 
 
 def test_who_adds_in_bulk_does_not_pause() -> None:
