@@ -224,7 +224,7 @@ def test_which_grouped_heads_stay_on_their_sm(head_dim, group, S, visited) -> No
 )
 def test_turns_count_the_programs_that_visit_a_block(width: int, varlen: bool, stays: bool) -> None:
     """For each block of queries: as many as have come before in the order of programs, over windows of all
-    kinds, with the functions that the kernels use. A block that a tile visits only to have two has no turn."""
+    kinds, with the functions that the kernels use. Blocks that a tile visits only to have two have none."""
     config = replace(hopper_backward_config(width, deterministic=True), persistent=stays)
     windows = [(None, 0), (None, None), (None, 30), (100, 0), (100, 50), (70, None), (0, 0), (200, 300)]
     lengths = [(300, 300), (130, 700), (700, 130), (500, 1), *([] if stays else [(1, 400)])]
