@@ -55,10 +55,9 @@ SPILLS: dict[tuple[int, str, str], int] = {}
 def config_of(case: tuple[int, str, str]) -> HopperConfig:
     """What such a call has."""
     causal, _, _, _, *others = KINDS[case[1]]
-    batch = not {"varlen", "left"} & set(others)
+    kind = None if {"varlen", "left"} & set(others) else "causal" if causal else "dense"
     own_queries = "own queries" in others
-    crowded = own_queries and case[2] == "fp32"
-    return fp8_config(case[0], batch and not causal, batch and causal, own_queries, crowded)
+    return fp8_config(case[0], kind, own_queries, own_queries and case[2] == "fp32")
 
 
 KEPT_CASES = [case for case in CASES if config_of(case).keep_shift]

@@ -149,19 +149,16 @@ DRAWN = "counter_ptr", "tiles"
 PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
-IN_A_STEP |= {256: [8, 24, 24]}
-IN_A_STEP |= {192: [34, 40, 40], 160: [34, 36, 36], PAIR: [26, 32, 40]}
+IN_A_STEP |= {256: [8, 24, 24], 192: [34, 40, 40], 160: [34, 36, 36], PAIR: [26, 32, 40]}
 """Products of each consumer in a step, sorted; beyond 128 columns one for dQ, one for dV, one for dK."""
 AROUND = {64: 2 * (4 + 8), 80: 2 * (5 + 12), 96: 2 * (6 + 16), 128: 2 * (8 + 8)}
-AROUND |= {256: 16 + 16, 192: 12 + 12, PAIR: 12 + 8}
-AROUND |= {160: 10 + 10}
+AROUND |= {256: 16 + 16, 192: 12 + 12, 160: 10 + 10, PAIR: 12 + 8}
 """Products around the loops: the first S, and dQ of the last block; beyond 128 columns the first S and dP."""
 EX2 = {64: [64, 64]} | dict.fromkeys((80, 96, 128), [32, 32])
 EX2 |= {256: [0, 0, 32]} | dict.fromkeys(KEYS_96, [0, 0, 48])
 """Exponentials of a thread in a step, sorted."""
 ADDITIONS = {64: [8, 8], 80: [6, 6], 96: [6, 6], 128: [8, 8]}
-ADDITIONS |= {256: [0, 0, 32], 192: [0, 0, 24]}
-ADDITIONS |= {160: [0, 0, 20], PAIR: [0, 0, 24]}
+ADDITIONS |= {256: [0, 0, 32], 192: [0, 0, 24], 160: [0, 0, 20], PAIR: [0, 0, 24]}
 """Of 16 bytes, likewise."""
 SPILLS = {
     64: (10, 6, 8, 10, 12, 12, 4, 12),
@@ -210,6 +207,17 @@ def option_of(kind: str) -> tuple[str, str]:
     return option, kind.removeprefix(f"{option} ")
 
 
+def is_in_order(option: str) -> bool:
+    """Sums are."""
+    return option == "deterministic" or option.startswith("ordered")
+
+
+def is_masked(kind: str) -> bool:
+    """Keys are hidden, but for those that fill a block up."""
+    causal, _, *asked = KINDS[kind]
+    return causal or any(asked[:2])
+
+
 @gluon.jit
 def _one_block(block, m, j, last, m_start, gap, plan: gluon.language.constexpr):
     return m_start
@@ -224,8 +232,8 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool], s
             return compile_case((128, "causal", "fp16"))
     name, kind, dtype = case
     option, kind = option_of(kind)
-    deterministic = option == "deterministic" or option.startswith("ordered")
-    columns, _, config = columns_of(name, deterministic, KINDS[kind][0] or "window" in kind)
+    deterministic = is_in_order(option)
+    columns, _, config = columns_of(name, deterministic, is_masked(kind))
     if option in FORMS:
         config = replace(config, **FORMS[option])
     causal, tail, *asked = KINDS[kind]
@@ -307,7 +315,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     assert {0, 1, 2} <= barriers <= set(range(ours.value)), "Triton and the kernel have a barrier in common"
     own = (SPLIT_SPILLS | OPTION_SPILLS | SPILLS_96).get((width, kind))
     kind = unmarked
-    deterministic = option == "deterministic" or option.startswith("ordered")
+    deterministic = is_in_order(option)
     assert stats.spills <= (SPILLS[width][list(KINDS).index(kind)] if own is None else own)
     loops = stats.loops  # one for each consumer
     assert sorted(loop["HGMMA"] for loop in loops) == IN_A_STEP[width]
@@ -328,8 +336,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     uniform = (not shared or stays) if width in (64, 80, 96, 128) else not deterministic
     assert not uniform or max(moved) <= 8, "addresses are taken for different in each thread"
     paused = [sum("NANOSLEEP" in text for text in listing) for listing in stats.loop_listings]
-    masked = KINDS[kind][0] or "window" in kind
-    every = columns_of(width, deterministic, masked)[2].pause_every if option != "pauses" else 4
+    every = columns_of(width, deterministic, is_masked(kind))[2].pause_every if option != "pauses" else 4
     assert paused == [loop.get("REDG", 0) // every if every else 0 for loop in loops]
     two_parts = 2 if width in (80, 96) else 1
     places = 3 if of_keys else 2 * two_parts

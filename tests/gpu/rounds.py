@@ -19,21 +19,20 @@ from attnlib.bench.setting import Setting  # noqa: E402
 Key = TypeVar("Key")
 
 
+SETTLED = 0.5
+"""For so many seconds calls run before the first one counts in `in_turn`; then the GPU is at its power
+limit."""
+
+
 def in_rounds(
     calls: Mapping[Key, Callable[[], Any]], rounds: int, setting: Setting
 ) -> dict[Key, list[float]]:
     """Milliseconds of each in shuffled rounds."""
     samples: dict[Key, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
-        order = list(calls)
-        random.Random(i).shuffle(order)
-        for name in order:
+        for name in _shuffled(calls, i):
             samples[name].append(timing.time_ms(calls[name], setting=setting).median)
     return samples
-
-
-SETTLED_MS = 500
-"""For so long calls run before the first one counts in `in_turn`: then the GPU is at its power limit."""
 
 
 def in_turn(calls: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, list[float]]:
@@ -42,18 +41,24 @@ def in_turn(calls: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, li
     the others leave it. For calls of a millisecond or more: L2 is as the call before leaves it.
     """
     samples: dict[Key, list[float]] = {name: [] for name in calls}
+    begin = time.monotonic()
+    while time.monotonic() - begin < SETTLED:
+        for call in calls.values():
+            call()
+        torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin, i = time.monotonic(), 0
-    while i < rounds:
-        order = list(calls)
-        random.Random(i).shuffle(order)
-        settled = time.monotonic() - begin > SETTLED_MS / 1000
-        for name in order:
+    for i in range(rounds):
+        for name in _shuffled(calls, i):
             start.record()
             calls[name]()
             end.record()
             end.synchronize()
-            if settled:
-                samples[name].append(start.elapsed_time(end))
-        i += settled
+            samples[name].append(start.elapsed_time(end))
     return samples
+
+
+def _shuffled(calls: Mapping[Key, Any], number: int) -> list[Key]:
+    """The names in the order of a round."""
+    order = list(calls)
+    random.Random(number).shuffle(order)
+    return order

@@ -193,7 +193,7 @@ def default_of(name: str) -> HopperConfig:
     cell = cell_of(name)
     if cell.shape.head_dim not in WIDTHS or cell.shape.head_dim_v or cell.kind not in ("causal", "dense"):
         raise ValueError(f"cells: expected D of {WIDTHS}, causal or dense, such as 64-dense-4096, got {name}")
-    return fp8_config(cell.shape.head_dim, dense=not cell.shape.causal, causal=cell.shape.causal)
+    return fp8_config(cell.shape.head_dim, cell.kind)
 
 
 def check(form: HopperConfig) -> None:

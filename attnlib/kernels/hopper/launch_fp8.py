@@ -20,6 +20,8 @@ from attnlib.params import MaskWindow, Params
 TENSORS = "q", "k", "v", "out", "lse", "counter", "cu_q", "cu_k", "q_scale", "k_scale", "v_scale", "v_mean"
 ELEMENTS = HALF | {torch.float32: "float32"}
 """Of the output -> their names in Gluon."""
+KINDS = {MaskWindow(None, None): "dense", MaskWindow(None, 0): "causal"}
+"""Windows of batches that `fp8_config` knows."""
 
 
 class Call(NamedTuple):
@@ -54,12 +56,10 @@ def forward(
     """
     queries, scale, dtype = (q.data, q.scale, None) if isinstance(q, Fp8) else (readable(q), None, q.dtype)
     if params.config is None:
-        batch = params.varlen is None
-        dense = batch and params.window == MaskWindow(None, None)
-        causal = batch and params.window == MaskWindow(None, 0)
+        kind = KINDS.get(params.window) if params.varlen is None else None
         own_queries = dtype is not None
         crowded = own_queries and out_dtype == torch.float32
-        params = params._replace(config=fp8_config(k.width, dense, causal, own_queries, crowded))
+        params = params._replace(config=fp8_config(k.width, kind, own_queries, crowded))
     plain = signature(params, queries, k.data)
     plain = plain._replace(strides=(queries.stride(), k.data.stride()), dtype=out_dtype)
     scales = scale, k.scale, v.scale

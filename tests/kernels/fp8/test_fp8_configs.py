@@ -45,11 +45,11 @@ WIDTHS = 64, 128, 256
 CALLS = {
     "dense": ({"causal": False}, "dense"), "dense, a tail of keys": ({"causal": False, "S_k": 300}, "dense"),
     "dense, LSE, another sign": ({"causal": False, "sm_scale": -0.1}, "dense"),
-    "causal": ({"S_q": 256}, "causal"), "left": ({"causal": False, "window": (70, -1)}, ""),
-    "right": ({"causal": False, "window": (-1, 70)}, ""),
-    "both": ({"causal": False, "window": (70, 10)}, ""),
-    "varlen": ({"causal": False, "varlen": ((40, 70), (0, 5))}, ""),
-    "varlen, causal": ({"varlen": ((40, 70), (0, 5))}, ""),
+    "causal": ({"S_q": 256}, "causal"), "left": ({"causal": False, "window": (70, -1)}, None),
+    "right": ({"causal": False, "window": (-1, 70)}, None),
+    "both": ({"causal": False, "window": (70, 10)}, None),
+    "varlen": ({"causal": False, "varlen": ((40, 70), (0, 5))}, None),
+    "varlen, causal": ({"varlen": ((40, 70), (0, 5))}, None),
 }  # fmt: skip
 """What is asked for, and the kind of call that has a configuration of its own."""
 KEPT = {(64, "dense"), (128, "dense"), (128, "causal")}
@@ -67,12 +67,12 @@ def prepared(call: Call) -> launch_fp8.Call:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("kind", ["", "dense", "causal"])
-def test_where_shifts_are_kept(kind: str, width: int) -> None:
-    config = fp8_config(width, dense=kind == "dense", causal=kind == "causal")
+@pytest.mark.parametrize("kind", [None, "dense", "causal"])
+def test_where_shifts_are_kept(kind: str | None, width: int) -> None:
+    config = fp8_config(width, kind)
     assert config.keep_shift == ((width, kind) in KEPT)
     assert config.late_wait == ((width, kind) != (64, "dense"))
-    own = fp8_config(width, dense=kind == "dense", causal=kind == "causal", own_queries=True)
+    own = fp8_config(width, kind, own_queries=True)
     assert width == 256 or own.q_columns == width, "queries stay in registers"
 
 
@@ -84,14 +84,14 @@ def test_a_call_gets(name: str, width: int) -> None:
     options, kind = CALLS[name]
     call = Call(width, **{"H": 1, "H_kv": 1, "S_q": 200, "S_k": 256} | options)
     asked = prepared(call)
-    assert asked.plain.config == fp8_config(width, dense=kind == "dense", causal=kind == "causal")
+    assert asked.plain.config == fp8_config(width, kind)
     assert launch_fp8.plan_of(asked).keep_shift.value == ((width, kind) in KEPT)
 
 
 def test_a_diagonal_across_blocks_keeps_no_shift() -> None:
     """Of 64 rows and 64 keys each: then two blocks of a row need a mask."""
     asked = prepared(Call(128, 1, 1, 200, 256))
-    assert asked.plain.config == fp8_config(128, causal=True)
+    assert asked.plain.config == fp8_config(128, "causal")
     assert not launch_fp8.plan_of(asked).keep_shift.value
 
 
