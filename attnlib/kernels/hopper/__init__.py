@@ -63,7 +63,7 @@ def configuration(
         if own_values:
             return own_values_backward_config(q.shape[-1], v.shape[-1], params.deterministic, kind)
         chosen = hopper_backward_config(q.shape[-1], params.deterministic, stays=True, kind=kind)
-        if H == H_kv or not chosen.persistent:
+        if H == H_kv or params.deterministic or not chosen.persistent:
             return chosen
         rows, width = mean_rows(S_q, S_k, params.window), chosen.width(q.shape[-1])
         stays = staying(chosen, width, H // H_kv, rows, kind)

@@ -272,7 +272,8 @@ _VARLEN = {
 }
 """The same of varlen sequences, whose programs have one tile."""
 _IN_ORDER = {
-    64: ({"alternate": True, "bulk": True, "half_p": False}, _IN_TURNS_64), 96: (_IN_TURNS, _IN_TURNS),
+    64: ({"alternate": True, "bulk": True, "half_p": False}, _IN_TURNS_64 | {"persistent": True}),
+    96: (_IN_TURNS, _IN_TURNS),
 }
 """The same where sums have an order."""
 LONG_ROWS, LONG_STAGGER = 16384, 1200
@@ -322,7 +323,8 @@ def hopper_backward_config(
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
     if deterministic:
         changes = _IN_ORDER.get(split or width, ({}, {}))[kind.masked]
-        return replace(chosen, deterministic=True, **changes)
+        chosen = replace(chosen, deterministic=True, **changes)
+        return chosen if stays and not kind.varlen else replace(chosen, persistent=False)
     if kind.varlen:
         return replace(chosen, **_VARLEN.get(split or width, ({}, {}))[kind.masked])
     if not stays:

@@ -149,15 +149,17 @@ def test_it_runs_calls_that_want_the_same_bits(head_dim, deterministic, monkeypa
 
 
 def test_which_programs_stay_on_their_sm() -> None:
-    """Not of two grouped heads with few rows, in varlen sequences, where sums have an order, nor beyond 128
-    columns. Their consumers alternate, but for the kinds that were faster without."""
+    """Not of two grouped heads with few rows, in varlen sequences, nor beyond 128 columns; where sums have an
+    order only under a mask and up to 64 columns. Their consumers alternate, but for the kinds that were faster
+    without."""
     dtypes, windows = (torch.float16, torch.bfloat16), (MaskWindow(None, None), MaskWindow(None, 0))
     for head_dim, dtype in product(range(8, 257, 8), dtypes):
         q, k = (torch.zeros(1, heads, 130, head_dim, dtype=dtype) for heads in (4, 2))
         for window, deterministic in product(windows, (False, True)):
             params = Params(window, SCALE, deterministic=deterministic)
             config = hopper.configuration(q, q, q, params, backward=True)
-            assert config.persistent is (head_dim <= 128 and not deterministic)
+            in_order = deterministic and head_dim <= 64 and window == windows[1]
+            assert config.persistent is (in_order or (head_dim <= 128 and not deterministic))
             assert config.bulk is (head_dim <= 64)
             drift = window == windows[0] and (
                 80 < head_dim <= 96 or (head_dim <= 64 and dtype == torch.bfloat16)
@@ -166,7 +168,7 @@ def test_which_programs_stay_on_their_sm() -> None:
             if deterministic:  # both consumers of 65 to 80 columns would add to the same 16, so they have 96
                 in_turns = head_dim <= 96
             assert config.alternate is in_turns
-            assert not hopper.configuration(q, k, k, params, backward=True).persistent
+            assert hopper.configuration(q, k, k, params, backward=True).persistent is in_order
             tokens, starts = q[0].transpose(0, 1), torch.tensor([0, 130], dtype=torch.int32)
             varlen = params._replace(varlen=Varlen(starts, starts, 130, 130))
             config = hopper.configuration(tokens, tokens, tokens, varlen, backward=True)
@@ -202,7 +204,7 @@ def test_long_dense_calls_of_128_columns_have_programs_of_one_tile(head_dim, S, 
 )  # fmt: skip
 def test_which_grouped_heads_stay_on_their_sm(head_dim, group, S, visited) -> None:
     """As docs/lab/hopper-backward.md has measured it, under a diagonal; of windows and dense calls, which see
-    every key with more rows, some. Never where sums have an order."""
+    every key with more rows, some. Where sums have an order, up to 64 columns, visiting whole groups."""
     q, k = (torch.empty(1, heads, S, head_dim, dtype=torch.float16, device="meta") for heads in (group, 1))
     params = Params(MaskWindow(None, 0), SCALE)
     config = hopper.configuration(q, k, k, params, backward=True)
@@ -215,7 +217,8 @@ def test_which_grouped_heads_stay_on_their_sm(head_dim, group, S, visited) -> No
         config = hopper.configuration(q, k, k, params._replace(window=window), backward=True)
         if visited is not None and S > 1024:
             assert config.persistent and config.visited == (group if head_dim <= most else visited)
-    assert not hopper.configuration(q, k, k, params._replace(deterministic=True), backward=True).persistent
+    config = hopper.configuration(q, k, k, params._replace(deterministic=True), backward=True)
+    assert config.persistent is (head_dim <= 64) and config.visited is None
 
 
 @pytest.mark.parametrize(
