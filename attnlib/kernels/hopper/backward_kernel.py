@@ -151,19 +151,8 @@ from attnlib.kernels.hopper.backward_persistent import (
     set_of,
     tile_number,
 )
-from attnlib.kernels.hopper.backward_shared import (
-    NUMBERS,
-    Rows,
-    Turns,
-    await_grant,
-    await_turns,
-    count_turns,
-    held,
-    issue_scores,
-    new_turns,
-    produce,
-    tell_added,
-)
+from attnlib.kernels.hopper.backward_shared import NUMBERS, Rows, held, issue_scores, produce
+from attnlib.kernels.hopper.backward_turns import Turns, await_grant, keep_turns, new_turns, tell_added
 from attnlib.kernels.hopper.column_parts import await_parts, matrices, start_update, together
 
 # ---------------------------------------------------------------- what is passed around
@@ -378,7 +367,11 @@ def _visit_tiles(
         fence_async_shared()
         tell_sums(i, WG)
     else:
+        if plan.granted:
+            await_grant(mem.turns, i - 1)
         _add_dq(dq_ptr, before, dq, i > 0, WG, plan)
+        if plan.granted:
+            tell_added(mem.turns, i - 1)
     tma.store_wait(0)
 
 
@@ -462,13 +455,13 @@ def _steps(
             tell_sums(i, WG)
         else:
             if plan.granted:
-                await_grant(mem.turns, j - 1)
+                await_grant(mem.turns, i - 1)
             # Not before the fence in write_ds, which might wait for it.
             _add_dq(dq_ptr, _before(block, m, j, last, tile.m_start, gap, plan), dq, i > 0, WG, plan)
         dk = await_parts(dk_token, parts)
         release(Q_FREE, i)
         if plan.granted:
-            tell_added(mem.turns, j - 1)
+            tell_added(mem.turns, i - 1)
         s = warpgroup_mma_wait(0, deps=(s_token,))  # [64, BLOCK_M]
 
         block += 1
@@ -539,7 +532,7 @@ def attention_backward_hopper(
         told = new_next_tile()
         counter_ptr = counter_ptr.to(gl.pointer_type(gl.int32))
     if plan.granted:
-        turns = new_turns(2)
+        turns = new_turns(2, plan)
     if plan.bulk:
         desc_sums = together(desc_sums, desc_sums_right)
         sums, sums_free = new_buffers(desc_sums, plan), barriers(2, 1)
@@ -582,8 +575,8 @@ def attention_backward_hopper(
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 0, plan)),
             (_consume, (desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, 1, plan)),
             (_produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-            (await_turns, (turns, work, plan)),
-            (count_turns, (turns, work, plan)),
+            (keep_turns, (mem, work, False, plan)),
+            (keep_turns, (mem, work, True, plan)),
         ], [4, 1, 1, 1], [registers.consumer, registers.producer, registers.producer, registers.producer])
     elif plan.bulk:
         gl.warp_specialize([

@@ -77,17 +77,8 @@ from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
-from attnlib.kernels.hopper.backward_shared import (
-    NUMBERS,
-    Keys,
-    Turns,
-    await_grant,
-    await_turns,
-    count_turns,
-    new_turns,
-    produce,
-    tell_added,
-)
+from attnlib.kernels.hopper.backward_shared import NUMBERS, Keys, produce
+from attnlib.kernels.hopper.backward_turns import Turns, await_grant, keep_turns, new_turns, tell_added
 
 # Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE. A partition
 # of one warp has none.
@@ -480,7 +471,7 @@ def attention_backward_hopper_keys96(
         desc_dv = Keys(_each(desc_dv, values), _each(desc_dv_few, values))
     turns = None
     if plan.deterministic:
-        turns = new_turns(1)
+        turns = new_turns(1, plan)
     mem = Memory(
         Keys(column_parts.buffers(desc_k.most, 1), column_parts.buffers(desc_k.few, 1)),
         Keys(column_parts.buffers(desc_v.most, 1), column_parts.buffers(desc_v.few, 1)),
@@ -513,8 +504,8 @@ def attention_backward_hopper_keys96(
             (_values, (desc_dv, mem, qk_scale, work, plan)),
             (_queries, (desc_dk, desc_dv, dq_ptr, mem, sm_scale, work, plan)),
             (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-            (await_turns, (turns, work, plan)),
-            (count_turns, (turns, work, plan)),
+            (keep_turns, (mem, work, False, plan)),
+            (keep_turns, (mem, work, True, plan)),
         ], [4, 4, 1, 1, 1], [consumer, dq, producer, producer, producer])
     else:
         gl.warp_specialize([

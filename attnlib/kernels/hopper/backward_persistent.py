@@ -24,7 +24,8 @@ tile t has been formed, and its gradients have left (`await_gradients`). A tile 
 a second one, which sees none of its keys.
 
 There are two places for a number, of tile t in t & 1. Consumers read it behind the last step of tile t - 1,
-and the warp that adds dQ in bulk before it lets them write the dQ after next.
+the warp that adds dQ in bulk before it lets them write the dQ after next, and the warps of `backward_turns`
+before they let them add dQ of that last step.
 
 `mem` is the `Memory` of a kernel, `plan` its plan. Chapter 20 derives the backward pass.
 """
@@ -53,8 +54,11 @@ def new_next_tile():
 
 
 @gluon.jit
-def _tell(mem, t, number):
+def _tell(mem, t, number, plan: gl.constexpr):
     put_word(mem.next_tile.index(t & 1), number)
+    if plan.granted:
+        if t > 0:
+            mbarrier.arrive(mem.turns.told, count=1)
 
 
 @gluon.jit
@@ -140,7 +144,7 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
             bar = mem.q_full.index(slot)
             acquire(Q_FREE, i)
             if j == 0:
-                _tell(mem, t, number)
+                _tell(mem, t, number, plan)
                 copy_keys(desc_k, tile, bar, q_bytes, mem.k, first, work, plan)
             else:
                 mbarrier.expect(bar, q_bytes)
@@ -163,5 +167,5 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
             number = drawn(asked, work.counter_ptr, work.tiles, 1)
         t += 1
     acquire(Q_FREE, i)
-    _tell(mem, t, -1)
+    _tell(mem, t, -1, plan)
     mbarrier.arrive(mem.q_full.index(slot_of(i)), count=1)

@@ -1,5 +1,5 @@
-"""What the Hopper backward kernels have in common: the producer, and the warps that keep additions in a
-fixed order. Chapter 21 builds the kernels; the protocol is in their docstrings.
+"""What the Hopper backward kernels have in common: S and dP, and the producer. Chapter 21 builds the kernels;
+the protocol is in their docstrings.
 
 `mem` is the `Memory` of a kernel, `plan` its plan.
 """
@@ -12,9 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, opaque_zero, slot_of
-from attnlib.kernels.common.memory import barriers, matrix
+from attnlib.kernels.common.memory import matrix
 from attnlib.kernels.common.preprocess import DELTA, LSE2
-from attnlib.kernels.common.turns import await_turn, end_turn
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
 from attnlib.kernels.hopper.column_parts import nbytes
@@ -127,76 +126,3 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
         if m == tile.m_end:
             m = tile.m_start
             g += 1
-
-
-# ---------------------------------------------------------------- a fixed order of the sums of dQ
-
-
-class Turns(NamedTuple):
-    """mbarriers of a deterministic plan; a phase is a step."""
-
-    granted: gl.shared_memory_descriptor  # the turn has come, and what was added before is known to have been
-    added: gl.shared_memory_descriptor  # by the warpgroups that add dQ
-
-
-@gluon.jit
-def new_turns(WARPGROUPS: gl.constexpr):
-    """For so many warpgroups that add to dQ."""
-    return Turns(barriers(1, 2).index(0), barriers(1, WARPGROUPS).index(0))
-
-
-@gluon.jit
-def await_grant(turns, j):
-    """Before dQ of step j is added, from 0 on."""
-    if j >= 0:
-        mbarrier.wait(turns.granted, j & 1)
-
-
-@gluon.jit
-def tell_added(turns, j):
-    if j >= 0:
-        mbarrier.arrive(turns.added, count=1)
-
-
-@gluon.jit
-def await_turns(turns, work, plan: gl.constexpr):
-    """A warp's work: wait for the turn of each step."""
-    tile = tiling.locate(gl.program_id(0), work, plan)
-    if tiling.seen(tile, plan):
-        n = (tile.m_end - tile.m_start) * work.GROUP
-        block = tiling.first_sums(tile, work, plan)
-        gap = tiling.gap(tile, work, plan)
-        m = tile.m_start
-        for j in range(n):
-            await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan)
-            mbarrier.arrive(turns.granted, count=1)
-            mbarrier.wait(turns.granted, j & 1)
-            block += 1
-            m += 1
-            if m == tile.m_end:
-                m = tile.m_start
-                block += gap
-
-
-@gluon.jit
-def count_turns(turns, work, plan: gl.constexpr):
-    """Another warp's: wait for the additions of each step, and count them when they are complete. Meanwhile
-    the next step may add."""
-    tile = tiling.locate(gl.program_id(0), work, plan)
-    if tiling.seen(tile, plan):
-        n = (tile.m_end - tile.m_start) * work.GROUP
-        block = tiling.first_sums(tile, work, plan)
-        gap = tiling.gap(tile, work, plan)
-        m = tile.m_start
-        if n > 0:
-            mbarrier.arrive(turns.granted, count=1)
-        for j in range(n):
-            mbarrier.wait(turns.added, j & 1)
-            if j + 1 < n:
-                mbarrier.arrive(turns.granted, count=1)
-            end_turn(work.turns_ptr, block, plan)
-            block += 1
-            m += 1
-            if m == tile.m_end:
-                m = tile.m_start
-                block += gap

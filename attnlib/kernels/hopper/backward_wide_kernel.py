@@ -75,18 +75,8 @@ from attnlib.kernels.common.memory import barriers
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
-from attnlib.kernels.hopper.backward_shared import (
-    NUMBERS,
-    Rows,
-    Turns,
-    await_grant,
-    await_turns,
-    count_turns,
-    issue_scores,
-    new_turns,
-    produce,
-    tell_added,
-)
+from attnlib.kernels.hopper.backward_shared import NUMBERS, Rows, issue_scores, produce
+from attnlib.kernels.hopper.backward_turns import Turns, await_grant, keep_turns, new_turns, tell_added
 from attnlib.kernels.hopper.column_parts import matrices
 
 # Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE. A partition
@@ -366,7 +356,7 @@ def attention_backward_hopper_wide(
         desc_dk, desc_dv = (desc_dk,), (desc_dv,)
     turns = None
     if plan.deterministic:
-        turns = new_turns(1)
+        turns = new_turns(1, plan)
     mem = Memory(
         column_parts.buffers(desc_k, 1),
         column_parts.buffers(desc_v, 1),
@@ -398,8 +388,8 @@ def attention_backward_hopper_wide(
             (_values, (desc_dv, mem, qk_scale, work, plan)),
             (_queries, (dq_ptr, mem, work, plan)),
             (produce, (desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan)),
-            (await_turns, (turns, work, plan)),
-            (count_turns, (turns, work, plan)),
+            (keep_turns, (mem, work, False, plan)),
+            (keep_turns, (mem, work, True, plan)),
         ], [4, 4, 1, 1, 1], [consumer, dq, producer, producer, producer])
     else:
         gl.warp_specialize([

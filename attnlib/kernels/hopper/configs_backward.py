@@ -27,7 +27,7 @@ class HopperBackwardConfig:
             things.
         bulk: dQ goes to memory through shared memory, see `backward_bulk`.
         persistent: a program stays on its SM and draws one tile after the other, see `backward_persistent`;
-            not for varlen sequences. With deterministic sums only in bulk.
+            not for varlen sequences.
         early_mask: P is masked before its exponentials, not after.
         pause_every: a warpgroup that adds dQ from its registers pauses after so many additions of each
             thread, see `backward_ring.add_sums`; 0: never. Not with `bulk`.
@@ -71,8 +71,6 @@ class HopperBackwardConfig:
         for option in ("bulk", "persistent"):
             if getattr(self, option) and self.block_n != 128:
                 raise ValueError(f"{option}: expected False with block_n={self.block_n}, got True")
-        if self.persistent and self.deterministic and not self.bulk:
-            raise ValueError("persistent: expected False with deterministic=True and bulk=False, got True")
         if self.deterministic and self.visited is not None and self.added:
             raise ValueError(
                 f"added: expected False with deterministic=True and visited={self.visited}, got True"

@@ -437,6 +437,8 @@ def test_dq_has_the_same_bits_in_every_order(name: str) -> None:
 TURNS = {"alternate": True, "early_mask": True, "half_p": False}
 BULK = {"bulk": {"bulk": True}, "bulk, alternate": {"bulk": True} | TURNS}
 BULK |= {f"{name}, stays": form | {"persistent": True} for name, form in BULK.items()}
+STAYS = {"bulk": False, "persistent": True}
+BULK |= {"stays": STAYS, "alternate, stays": TURNS | STAYS}
 IN_BULK = [(name, form) for name, call in IN_ORDER.items() if call.D in (64, 96, 128) for form in BULK]
 IN_BULK_FIRST = [
     ("no right bound", "bulk, alternate"), ("96 columns", "bulk"), ("varlen window", "bulk, alternate"),

@@ -149,8 +149,8 @@ def test_it_runs_calls_that_want_the_same_bits(head_dim, deterministic, monkeypa
 
 
 def test_which_programs_stay_on_their_sm() -> None:
-    """Not of two grouped heads with few rows, in varlen sequences, nor beyond 128 columns; where sums have an
-    order only under a mask and up to 64 columns. Their consumers alternate, but for the kinds that were faster
+    """Not of two grouped heads with few rows, in varlen sequences, nor beyond 128 columns. Where sums have an
+    order, only under a mask and up to 64 columns. Consumers alternate, but for the kinds that were faster
     without."""
     dtypes, windows = (torch.float16, torch.bfloat16), (MaskWindow(None, None), MaskWindow(None, 0))
     for head_dim, dtype in product(range(8, 257, 8), dtypes):
