@@ -532,7 +532,7 @@ def attention_backward_hopper(
         told = new_next_tile()
         counter_ptr = counter_ptr.to(gl.pointer_type(gl.int32))
     if plan.granted:
-        turns = new_turns(2, plan)
+        turns = new_turns(2)
     if plan.bulk:
         desc_sums = together(desc_sums, desc_sums_right)
         sums, sums_free = new_buffers(desc_sums, plan), barriers(2, 1)

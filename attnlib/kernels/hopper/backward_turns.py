@@ -26,16 +26,13 @@ class Turns(NamedTuple):
 
     granted: gl.shared_memory_descriptor  # the turn has come, and what was added before is known to have been
     added: gl.shared_memory_descriptor  # by the warpgroups that add dQ
-    told: gl.shared_memory_descriptor  # of a persistent plan; a phase is a tile, from the second one on
+    told: gl.shared_memory_descriptor  # where a plan is persistent; a phase is a tile, from the second one on
 
 
 @gluon.jit
-def new_turns(WARPGROUPS: gl.constexpr, plan: gl.constexpr):
+def new_turns(WARPGROUPS: gl.constexpr):
     """For so many warpgroups that add to dQ."""
-    told = None
-    if plan.persistent:
-        told = barriers(1, 1).index(0)
-    return Turns(barriers(1, 2).index(0), barriers(1, WARPGROUPS).index(0), told)
+    return Turns(barriers(1, 2).index(0), barriers(1, WARPGROUPS).index(0), barriers(1, 1).index(0))
 
 
 # ---------------------------------------------------------------- consumers

@@ -270,10 +270,11 @@ _VARLEN = {
 }
 """The same of varlen sequences, whose programs have one tile."""
 _IN_ORDER = {
-    64: ({"alternate": True, "bulk": True, "half_p": False}, _IN_TURNS_64 | {"persistent": True}),
-    96: (_IN_TURNS, _IN_TURNS),
+    64: ({"alternate": True, "bulk": True, "half_p": False}, _IN_TURNS_64), 96: (_IN_TURNS, _IN_TURNS),
 }
-"""The same where sums have an order."""
+"""The same where sums have an order, in programs of one tile."""
+_IN_ORDER_STAYS = {64: (None, _IN_TURNS_64), 128: _STAYS[128]}
+"""And in programs that stay; None: those of one tile are faster."""
 LONG_ROWS, LONG_STAGGER = 16384, 1200
 """From so many rows on, programs of 128 columns without a mask have one tile, and this `stagger`."""
 
@@ -321,8 +322,10 @@ def hopper_backward_config(
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
     if deterministic:
         changes = _IN_ORDER.get(split or width, ({}, {}))[kind.masked]
-        chosen = replace(chosen, deterministic=True, **changes)
-        return chosen if stays and not kind.varlen else replace(chosen, persistent=False)
+        staying = _IN_ORDER_STAYS.get(split or width, (None, None))[kind.masked]
+        if stays and not kind.varlen and staying is not None:
+            changes = staying | {"persistent": True}
+        return replace(chosen, deterministic=True, **changes)
     if kind.varlen:
         return replace(chosen, **_VARLEN.get(split or width, ({}, {}))[kind.masked])
     if not stays:
