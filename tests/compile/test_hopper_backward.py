@@ -63,6 +63,11 @@ SPLIT_SPILLS = {
 OPTION_SPILLS = {
     (64, "deterministic causal"): 6, (64, "deterministic dense"): 0,
     (64, "deterministic varlen window"): 2, (64, "ordered turns bulk whole causal"): 6,
+    (64, "ordered turns bulk whole both sides"): 4, (64, "ordered turns bulk whole apart causal"): 2,
+    (96, "ordered turns early causal"): 16, (96, "ordered turns early both sides"): 18,
+    (96, "ordered turns early apart causal"): 8, (128, "ordered turns causal"): 6,
+    (128, "ordered turns dense"): 4, (128, "ordered turns both sides"): 6,
+    (128, "ordered turns apart causal"): 8, (256, "ordered apart causal"): 0,
     (128, "deterministic causal"): 8,
     (128, "deterministic dense"): 2, (128, "deterministic varlen window"): 20,
     (96, "deterministic causal"): 10, (256, "deterministic causal"): 2,
@@ -105,13 +110,14 @@ SPILLS_96 = {
     (PAIR, "early varlen"): 2, (PAIR, "varlen dense"): 4,
     (192, "deterministic causal"): 4, (192, "deterministic dense"): 2,
     (192, "deterministic varlen window"): 4, (160, "deterministic causal"): 8,
-    (PAIR, "deterministic causal"): 2,
+    (PAIR, "deterministic causal"): 2, (192, "ordered apart causal"): 2, (160, "ordered apart causal"): 4,
 }  # fmt: skip
 """Words that may spill there."""
 FIRST = [
     (64, "turns bulk whole causal"), (64, "persistent bulk dense"), (64, "turns bulk whole shared causal"),
     (64, "alternate bulk whole varlen window"), (80, "turns causal"), (96, "turns causal"),
-    (128, "turns causal"), (128, "apart causal"), (128, "deterministic varlen window"),
+    (128, "ordered turns causal"), (128, "ordered turns apart causal"), (128, "turns causal"),
+    (128, "apart causal"), (128, "deterministic varlen window"),
     (192, "deterministic causal"), (256, "causal"), (256, "dense"),
     (256, "shared causal"), (256, "deterministic varlen window"), (192, "dense"),
     (192, "shared varlen"), (160, "causal"), (PAIR, "early both sides"),
@@ -139,7 +145,10 @@ FORMS |= {"turns bulk whole": FORMS["turns bulk"] | WHOLE, "bulk whole": FORMS["
 FORMS["alternate bulk whole"] = FORMS["bulk whole"] | {"alternate": True}
 FORMS |= {f"{name} shared": form for name, form in FORMS.items() if form.get("persistent")}
 FORMS["pauses"] = {"pause_every": 4}
-FORMS["ordered turns bulk whole"] = FORMS["turns bulk whole"] | {"deterministic": True}
+ORDERED = {"turns": {"pause_every": 4}, "turns early": {}, "turns bulk whole": {}}
+FORMS |= {f"ordered {name}": FORMS[name] | {"deterministic": True} | more for name, more in ORDERED.items()}
+FORMS |= {f"{name} apart": form for name, form in FORMS.items() if name.startswith("ordered")}
+FORMS["ordered apart"] = {"deterministic": True}
 OPTIONS = "deterministic", *FORMS, "shared", "apart"
 """Words before a kind: of the configuration; the last two, programs that share a key head."""
 SHARED = "keys_ptr", "SHARE"
@@ -239,8 +248,8 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool], s
     causal, tail, *asked = KINDS[kind]
     shifted, left, varlen = (*asked, False, False, False)[:3]
     mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}
-    shared = "shared" in option or option == "apart"
-    config = replace(config, added=option != "apart")
+    shared = "shared" in option or "apart" in option
+    config = replace(config, added="apart" not in option)
     plan = launch_backward.make_plan(columns, config, mask, varlen, shared, config.persistent)
     module, _, function = launch_backward.kernel_of(config, columns).rpartition(".")
     kernel = getattr(importlib.import_module(module), function)
@@ -307,7 +316,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     assert stats.warnings == (), "wgmma serialized?"
     assert stats.opcodes["HGMMA"] == sum(IN_A_STEP[width]) + AROUND[width] and not stats.opcodes.get("HMMA")
     option, unmarked = option_of(kind)
-    shared = "shared" in option or option == "apart"
+    shared = "shared" in option or "apart" in option
     assert stats.opcodes.get("UTMALDG") and bool(stats.opcodes.get("UTMASTG")) != shared, "no TMA"
     assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
     assert stats.shared_bytes <= SMEM_LIMIT
@@ -336,7 +345,8 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     uniform = (not shared or stays) if width in (64, 80, 96, 128) else not deterministic
     assert not uniform or max(moved) <= 8, "addresses are taken for different in each thread"
     paused = [sum("NANOSLEEP" in text for text in listing) for listing in stats.loop_listings]
-    every = columns_of(width, deterministic, is_masked(kind))[2].pause_every if option != "pauses" else 4
+    every = columns_of(width, deterministic, is_masked(kind))[2].pause_every
+    every = FORMS.get(option, {}).get("pause_every", every)
     assert paused == [loop.get("REDG", 0) // every if every else 0 for loop in loops]
     two_parts = 2 if width in (80, 96) else 1
     places = 3 if of_keys else 2 * two_parts

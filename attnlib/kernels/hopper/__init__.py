@@ -20,7 +20,7 @@ from attnlib.kernels.hopper.configs_backward import (
 )
 from attnlib.kernels.hopper.filled import cut_off, filled_up
 from attnlib.kernels.hopper.launch import forward
-from attnlib.kernels.hopper.sharing import staying
+from attnlib.kernels.hopper.sharing import in_order, staying
 from attnlib.kernels.hopper.support import slower, unsupported
 from attnlib.params import Params
 
@@ -63,10 +63,14 @@ def configuration(
         if own_values:
             return own_values_backward_config(q.shape[-1], v.shape[-1], params.deterministic, kind)
         chosen = hopper_backward_config(q.shape[-1], params.deterministic, stays=True, kind=kind)
-        if H == H_kv or params.deterministic or not chosen.persistent:
+        if H == H_kv:
             return chosen
-        rows, width = mean_rows(S_q, S_k, params.window), chosen.width(q.shape[-1])
-        stays = staying(chosen, width, H // H_kv, rows, kind)
+        rows = mean_rows(S_q, S_k, params.window)
+        if params.deterministic:
+            return in_order(chosen, rows, kind)
+        if not chosen.persistent:
+            return chosen
+        stays = staying(chosen, chosen.width(q.shape[-1]), H // H_kv, rows, kind)
         return stays or hopper_backward_config(q.shape[-1], kind=kind)
     keys = seen = None
     if params.window.left is None and not params.window.right:

@@ -216,6 +216,8 @@ SHORT_KEYS, SHORT_SHARED_KEYS = 2048, 1024
 SHORT_BYTES, DIAGONAL_BYTES = 8 << 20, 40 << 20
 """`l2_bytes` beyond 128 columns, of batches under a diagonal: of short sequences with 96 keys a program, in
 the wide kernel of heads with keys of their own; and of all others four fifths of the L2."""
+ORDER_BYTES, DENSE_ORDER_BYTES = 16 << 20, 40 << 20
+"""`l2_bytes` beyond 128 columns where sums have an order; of batches without a mask."""
 LAST_WAVES = 2.5
 """`last_waves` there. What so many programs read and add to is 43 to 49 MB, about the L2."""
 
@@ -242,16 +244,18 @@ def keys96_config(
     return _in_sections(config, kind)
 
 
-def _in_order(wide: HopperBackwardConfig, masked: bool) -> HopperBackwardConfig:
-    """A configuration beyond 128 columns for sums in an order. With 96 keys a program pauses gain under a
-    mask and lose without one (docs/lab/hopper-backward.md)."""
-    if isinstance(wide, Keys96BackwardConfig):
-        return replace(wide, deterministic=True, pause_every=4 if masked else 0)
-    return replace(wide, deterministic=True)
+def _in_order(wide: HopperBackwardConfig, kind: BackwardKind) -> HopperBackwardConfig:
+    """A configuration beyond 128 columns for sums in an order (docs/lab/hopper-backward.md). Programs of a
+    head wait for each other, so sections of heads have a size of their own. With 96 keys a program pauses
+    gain under a mask and lose without one."""
+    l2_bytes = ORDER_BYTES if kind.masked or kind.varlen else DENSE_ORDER_BYTES
+    pauses = {"pause_every": 4 if kind.masked else 0} if isinstance(wide, Keys96BackwardConfig) else {}
+    return replace(wide, deterministic=True, l2_bytes=l2_bytes, **pauses)
 
 
 _IN_TURNS = {"alternate": True}
 _IN_TURNS_64 = {"alternate": True, "bulk": True, "early_mask": True, "half_p": False}
+_IN_TURNS_96 = {"alternate": True, "early_mask": True}
 _STAYS = {
     64: ({"bulk": True}, _IN_TURNS_64),
     80: (_IN_TURNS, _IN_TURNS),
@@ -265,15 +269,15 @@ _STAYS_FLOAT16 = {"alternate": True, "bulk": True}
 """The same of float16 in 64 columns without a mask, whose P takes fewer instructions to unpack."""
 _VARLEN = {
     64: ({}, _IN_TURNS_64),
-    80: (_IN_TURNS, _IN_TURNS | {"early_mask": True}),
-    96: (_IN_TURNS, _IN_TURNS | {"early_mask": True}),
+    80: (_IN_TURNS, _IN_TURNS_96),
+    96: (_IN_TURNS, _IN_TURNS_96),
 }
 """The same of varlen sequences, whose programs have one tile."""
 _IN_ORDER = {
-    64: ({"alternate": True, "bulk": True, "half_p": False}, _IN_TURNS_64), 96: (_IN_TURNS, _IN_TURNS),
+    64: ({"alternate": True, "bulk": True, "half_p": False}, _IN_TURNS_64), 96: (_IN_TURNS, _IN_TURNS_96),
 }
 """The same where sums have an order, in programs of one tile."""
-_IN_ORDER_STAYS = {64: (None, _IN_TURNS_64), 128: _STAYS[128]}
+_IN_ORDER_STAYS = {64: (None, _IN_TURNS_64), 96: (None, _IN_TURNS_96), 128: _STAYS[128]}
 """And in programs that stay; None: those of one tile are faster."""
 LONG_ROWS, LONG_STAGGER = 16384, 1200
 """From so many rows on, programs of 128 columns without a mask have one tile, and this `stagger`."""
@@ -290,7 +294,7 @@ def own_values_backward_config(
     if not (128 < head_dim <= 192 and 64 < value_dim <= 128):
         return None
     config = keys96_config(kind, value_columns=128)
-    return _in_order(config, kind.masked) if deterministic else config
+    return _in_order(config, kind) if deterministic else config
 
 
 def hopper_backward_config(
@@ -318,7 +322,7 @@ def hopper_backward_config(
     split = smallest_split((*splits, *KEYS_96_WIDTHS), head_dim)
     if width > 128:
         wide = _in_sections(_CHOSEN[width], kind) if split is None else keys96_config(kind, split)
-        return _in_order(wide, kind.masked) if deterministic else wide
+        return _in_order(wide, kind) if deterministic else wide
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
     if deterministic:
         changes = _IN_ORDER.get(split or width, ({}, {}))[kind.masked]

@@ -115,6 +115,8 @@ as fast or faster."""
 WHOLE_ROWS = 4096
 """With fewer rows a program of 64 keys visits a whole group of four, which leaves no sums, if the model says
 so: timed at 512, 1024 and 2048 rows it was 1.17, 1.09 and 1.02 times as fast, and at 16384 0.96."""
+ROWS_IN_ORDER = 512
+"""With fewer rows that see a key, programs whose sums have an order visit whole groups."""
 SHORT_ROWS, SHORT_ROWS_SLOW = 384, 768
 """With fewer rows that see a key a program of 96 keys visits one query head. On an H200 two were the faster
 ones with 512 rows and one with 256; on an H100, whose memory is slower, two with 1024 and one with 564."""
@@ -144,10 +146,24 @@ def staying(
     return replace(config, visited=visited)
 
 
+def in_order(config: HopperBackwardConfig, rows: float, kind: BackwardKind) -> HopperBackwardConfig:
+    """What grouped heads get where sums have an order. Under a diagonal the shortest programs come first. The
+    longest ones, of whole groups, would end the launch: calls took 1.4 to 1.9 times as long as without an
+    order. Programs that visit one query head leave sums of dK and dV of their own, which are added up
+    afterwards. So calls take 1.1 to 1.3 times as long (docs/lab/hopper-backward.md), and more memory, twice
+    that of the sums of dQ.
+
+    Args: as of `staying`.
+    """
+    if not kind.masked or kind.left_bound or kind.varlen or rows < ROWS_IN_ORDER:
+        return config
+    return replace(config, visited=1, added=False)
+
+
 def query_heads(call: Signature) -> int:
-    """How many query heads of a group one program visits. It visits all of windows with a left bound and of
-    deterministic calls, which must not add in any order, and of most varlen sequences, whose programs the
-    model does not know. Beyond 128 columns it visits at most one or two of a group of four and more under a
+    """How many query heads of a group one program visits. It visits all of windows with a left bound, of
+    deterministic calls that `in_order` leaves alone, and of most varlen sequences, whose programs the model
+    does not know. Beyond 128 columns it visits at most one or two of a group of four and more under a
     diagonal, but for `WHOLE_ROWS`: so it was faster than the model knows in all lengths, with 96 keys in
     varlen sequences, too (docs/lab/hopper-backward.md).
 

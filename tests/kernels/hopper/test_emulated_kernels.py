@@ -21,9 +21,11 @@ from attnlib.kernels.hopper.configs import (
 )
 from attnlib.kernels.hopper.configs_backward import (
     KEYS_96,
+    BackwardKind,
     HopperBackwardConfig,
     hopper_backward_config,
 )
+from attnlib.kernels.hopper.sharing import in_order
 
 pytestmark = INTERPRETER_REMARKS
 PLAIN_CALLS = [Call(D, causal=causal) for causal, D in product((True, False), (64, 128, 256))]
@@ -388,6 +390,14 @@ def test_consumers_that_alternate_in_programs_that_stay(name: str, order: str) -
 
 # ---------------------------------------------------------------- the same bits
 
+
+
+def sums_apart(D: int) -> HopperBackwardConfig:
+    """What grouped heads with many rows get under a diagonal."""
+    kind = BackwardKind(masked=True, alone=False)
+    return in_order(hopper_backward_config(D, True, D <= 128, kind), 512, kind)
+
+
 IN_ORDER = {
     "causal": Call(64, 2, 1, 300, 400),
     "dense": Call(64, 2, 1, 150, 400, causal=False),
@@ -406,6 +416,11 @@ IN_ORDER = {
     "varlen, 256 columns, dense": Call(256, 1, 1, varlen=((70, 150), (40, 130)), causal=False),
     "varlen window": Call(128, 1, 1, varlen=((200, 300), (150, 290)), window=(140, 10), causal=False),
     "192 columns, values of 128": Call(192, 1, 1, 100, 200, D_v=128),
+    "64 columns, sums apart": Call(64, 4, 2, 150, 300, config=sums_apart(64)),
+    "96 columns, sums apart": Call(72, 2, 1, 150, 300, config=sums_apart(72)),
+    "128 columns, sums apart": Call(128, 4, 2, 150, 300, config=sums_apart(128)),
+    "160 columns, sums apart": Call(160, 2, 1, 100, 200, config=sums_apart(160)),
+    "256 columns, sums apart": Call(256, 3, 1, 70, 140, config=sums_apart(256)),
 }
 
 
@@ -424,7 +439,7 @@ def bits_of_runs(call: Call) -> set[bytes]:
 
 ORDERED = with_more(
     ["dense", "128 columns, batches", "256 columns", "80 columns", "varlen", "window on both sides",
-     "192 columns, values of 128"],
+     "192 columns, values of 128", "64 columns, sums apart", "128 columns, sums apart"],
     IN_ORDER,
 )  # fmt: skip
 

@@ -24,6 +24,7 @@ from attnlib.kernels.hopper import (
     backward_persistent,
     backward_shared,
     backward_tiles,
+    backward_turns,
     backward_wide_kernel,
     column_parts,
     forward_kernel,
@@ -65,7 +66,9 @@ BACKWARD = {
     "128": Call(128, 1, 1, 320, 100, causal=False, config=ONE_TILE[128]),
     "256": Call(256, 1, 1, 320, 60, causal=False),
     "unseen": Call(64, 1, 1, 60, 300, window=(30, -1), config=ONE_TILE[64]),
-    "in order": Call(128, 2, 1, 300, 400, deterministic=True),
+    "in order": Call(128, 2, 1, 300, 400, deterministic=True, config=hopper_backward_config(128, True)),
+    "in order, stays": Call(128, 2, 1, 300, 400, deterministic=True),
+    "in order, two steps": Call(128, 1, 1, 128, 700, causal=False, deterministic=True),
     "bulk, in order": Call(64, 2, 1, 300, 400, deterministic=True),
     "256, in order": Call(256, 1, 1, 150, 200, causal=False, deterministic=True),
     "96 keys, in order": Call(192, 1, 1, 150, 300, causal=False, deterministic=True),
@@ -160,6 +163,10 @@ def shared(
     return Mutation(bug, *edit, call, verdict, more, backward_shared)
 
 
+def keeping(bug: str, verdict: str, *edits: tuple[str, str], call: str) -> Mutation:
+    return Mutation(bug, *edits[0], call, verdict, edits[1:], backward_turns)
+
+
 def bulk(
     bug: str, verdict: str, edit: tuple[str, str], *more: tuple[str, str], call: str = "bulk"
 ) -> Mutation:
@@ -208,7 +215,7 @@ TWICE = r"Race: .* comes to barrier \d+ twice before the others have come"
 DEADLOCK = r"Deadlock: .* waits for "
 WAITS = r"Deadlock: .* waits for word \d+ of global memory, which is \d+"
 BITS = "AssertionError: other bits than in another order"
-PHASES = f"{BITS}|Deadlock: .* waits for (granted|added), parity"
+PHASES = f"{BITS}|Deadlock: .* waits for turns_(granted|added), parity"
 UNFENCED = r"Race: .* finds {}\[\d\] (stored|initialized) without fence_async_shared"
 LOADED = r"Race: a copy of .* overwrites {}\[\d\]: .* loaded it without fence_async_shared"
 GIVE_Q_BACK = "            mbarrier.arrive(mem.q_free.index(WG), count=1)\n"
@@ -685,28 +692,57 @@ MUTATIONS = [
              ("                await_grant(mem.turns, i - 1)\n",
               "                await_grant(mem.turns, i - 1)\n"
               "                tell_added(mem.turns, i - 1)\n"),
-             without("        if plan.granted:\n            tell_added(mem.turns, i - 1)\n"),
+             without("        if plan.granted:\n            tell_added(mem.turns, i - 1)\n", "",
+                     "        s = "),
              call="in order"),
     backward("the last addition is not told", PHASES,
              without("        if plan.granted:\n            tell_added(mem.turns, n - 1)\n"),
              call="in order"),
-    shared("one consumer's word is enough", PHASES,
-           ("barriers(1, WARPGROUPS).index(0))", "barriers(1, 1).index(0))"), call="in order"),
-    shared("the turn is granted before it has come", PHASES,
-           ("            await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan)\n"
-            "            mbarrier.arrive(turns.granted, count=1)\n",
-            "            mbarrier.arrive(turns.granted, count=1)\n"
-            "            await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan)\n"),
-           call="in order"),
-    shared("the next step may add before the counter knows of this one", PHASES,
-           ("            mbarrier.wait(turns.added, j & 1)\n            if j + 1 < n:\n"
-            "                mbarrier.arrive(turns.granted, count=1)\n",
-            "            if j + 1 < n:\n                mbarrier.arrive(turns.granted, count=1)\n"
-            "            mbarrier.wait(turns.added, j & 1)\n"), call="in order"),
-    shared("what is not yet added is counted", PHASES,
-           without("            mbarrier.wait(turns.added, j & 1)\n"), call="in order"),
-    shared("the wrong phase is waited for", PHASES,
-           ("turns.granted, j & 1)\n\n", "turns.granted, j + 1 & 1)\n\n"), call="256, in order"),
+    backward("the last addition is not told where programs stay", WAITS,
+             ("        _add_dq(dq_ptr, before, dq, i > 0, WG, plan)\n        if plan.granted:\n",
+              "        _add_dq(dq_ptr, before, dq, i > 0, WG, plan)\n        if plan.granted and i < 0:\n"),
+             call="in order, stays"),
+    backward("the last addition is made before its turn", PHASES,
+             without("        if plan.granted:\n            await_grant(mem.turns, i - 1)\n", "",
+                     "        _add_dq(dq_ptr, before,"),
+             call="in order, stays"),
+    keeping("one consumer's word is enough", PHASES,
+            ("barriers(1, WARPGROUPS).index(0)", "barriers(1, 1).index(0)"), call="in order"),
+    keeping("the turn is granted before it has come", PHASES,
+            ("                if counted:\n                    await_turn(",
+             "                mbarrier.arrive(turns.granted, count=1)\n"
+             "                if counted:\n                    await_turn("),
+            ("                mbarrier.arrive(turns.granted, count=1)\n"
+             "                mbarrier.wait(turns.granted, i & 1)\n",
+             "                mbarrier.wait(turns.granted, i & 1)\n"), call="in order"),
+    keeping("the next step may add before the counter knows of this one", PHASES,
+            ("                mbarrier.wait(turns.added, i & 1)\n", ""),
+            ("                if counted:\n                    end_turn(",
+             "                mbarrier.wait(turns.added, i & 1)\n"
+             "                if counted:\n                    end_turn("), call="in order"),
+    keeping("what is not yet added is counted", PHASES,
+            without("                mbarrier.wait(turns.added, i & 1)\n"), call="in order"),
+    keeping("the wrong phase is waited for", PHASES,
+            ("turns.granted, i & 1)", "turns.granted, i + 1 & 1)"), call="256, in order"),
+    keeping("the next tile is asked for a step too late", f"{DEADLOCK}|{PHASES}",
+            ("j == n - 2:", "j == n - 1:"), call="in order, two steps"),
+    keeping("a turn is granted before the number of the next tile is known",
+            f"{DEADLOCK}|{STORED}|{TWICE}|{OVERWRITTEN}",
+            ("                if plan.persistent:\n                    if j == n - 1:\n"
+             "                        following = _next_number(mem, after)\n", ""),
+            ("                mbarrier.wait(turns.granted, i & 1)\n",
+             "                mbarrier.wait(turns.granted, i & 1)\n"
+             "                if plan.persistent:\n                    if j == n - 1:\n"
+             "                        following = _next_number(mem, after)\n"), call="in order, two steps"),
+    keeping("a number is read before it is told", f"{STORED}|{OVERWRITTEN}|{DEADLOCK}",
+            ("    mbarrier.wait(mem.turns.told, (t - 1) & 1)\n", ""), call="in order, stays"),
+    keeping("steps of the tile before are forgotten", f"{DEADLOCK}|{PHASES}",
+            ("    return before + n, following", "    return before, following"), call="in order, stays"),
+    keeping("a block that no key sees has a turn", f"{WAITS}|{BITS}",
+            ("counted = tiling.counted(tile, m, work, plan)", "counted = m >= 0"), call="in order, stays"),
+    tile("the number is not told to those who keep turns", DEADLOCK,
+         ("            mbarrier.arrive(mem.turns.told, count=1)\n", "            pass\n"),
+         call="in order, stays"),
     wide("an addition before its turn", PHASES,
          without("            if plan.deterministic:\n                if half == 0:\n"
                  "                    await_grant(mem.turns, j)\n"),
