@@ -64,7 +64,7 @@ IN_ORDER = "attnlib_deterministic"
 FA3_IN_ORDER = "fa3_deterministic"
 TOKENS = [
     Shape(16384 // seqlen, 2048 // head_dim, seqlen, head_dim)
-    for seqlen in (4096, 16384) for head_dim in (64, 96, 128, 160, 192, 256)
+    for seqlen in (1024, 4096, 16384) for head_dim in (64, 96, 128, 160, 192, 256)
 ]  # fmt: skip
 
 # ---------------------------------------------------------------- who is timed
