@@ -148,7 +148,7 @@ def staying(
 
 def in_order(config: HopperBackwardConfig, rows: float, kind: BackwardKind) -> HopperBackwardConfig:
     """What grouped heads get where sums have an order. Under a diagonal the shortest programs come first. The
-    longest ones, of whole groups, would end the launch: calls took 1.4 to 1.9 times as long as without an
+    longest ones, of whole groups, would end the launch: calls took 1.3 to 1.7 times as long as without an
     order. Programs that visit one query head leave sums of dK and dV of their own, which are added up
     afterwards. So calls take 1.1 to 1.3 times as long (docs/lab/hopper-backward.md), and more memory, twice
     that of the sums of dQ.
