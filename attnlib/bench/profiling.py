@@ -4,6 +4,7 @@
     python -m attnlib.bench --profile --impl 03_online_softmax,attnlib --shapes d128
     python -m attnlib.bench --profile --book   # every step of the book: figures/data/<gpu>/profile.json
     python -m attnlib.bench --profile --book --beyond   # only FP8 and decoding of it
+    python -m attnlib.bench --profile --book --package  # no step: the package and its peers as they are today
 
 Nsight Compute (ncu) reads the counters, where it is found and the driver allows it. One child process (see
 `profile_target`) makes all calls; what it has to compile is compiled before, by several processes at a time.
@@ -33,8 +34,10 @@ from attnlib.bench.profile_target import BACKWARD, BEYOND
 from attnlib.bench.setting import warming
 from attnlib.bench.shapes import TASK, Shape
 
-RECORD, TABLE, BEYOND_TABLE = "profile", "counters", "beyond"
-"""Where the book's rows are: tables of figures/data/<gpu>/profile.json. The second has FP8 and decoding."""
+RECORD, TABLE, BEYOND_TABLE, PACKAGE_TABLE = "profile", "counters", "beyond", "package"
+"""Where the book's rows are: tables of figures/data/<gpu>/profile.json. The second has FP8 and decoding, the
+third the package and the peers alone. Chapters that predict from the counters of a day keep those, and the
+third table has today's beside them."""
 
 DECODED = [Shape(1, 32, 1, d, False, heads_kv=8, seqlen_k=(1 << 23) // d) for d in (64, 128, 256)]
 """One token of one sequence, whose keys and values have 268 MB."""
@@ -290,6 +293,16 @@ def beyond_jobs() -> list[Job]:
 def record_beyond(keep: Path | None = None) -> records.Table:
     """The same of `beyond_jobs`."""
     return records.table(RECORD, BEYOND_TABLE, lambda: profile(beyond_jobs(), True, keep), method())
+
+
+def package_jobs() -> list[Job]:
+    """Those of the book, and beyond it, without the kernels of chapters."""
+    return [job for job in (*book_jobs(), *beyond_jobs()) if not job["impl"][0].isdigit()]
+
+
+def record_package(keep: Path | None = None) -> records.Table:
+    """The same of `package_jobs`."""
+    return records.table(RECORD, PACKAGE_TABLE, lambda: profile(package_jobs(), True, keep), method())
 
 
 # ---------------------------------------------------------------- as text

@@ -294,11 +294,14 @@ def recorded(record: str, name: str) -> Table | None:
 def profile(direction: str = "forward") -> Table:
     """The counters of every step, the package and the peers, one record for the whole book, made by
     `python -m attnlib.bench --profile --book`; of the passes "fp8", "values" and "decode" those of FP8 and
-    decoding. RecordError where none were recorded."""
+    decoding, or, where they have not been recorded with the chapters' kernels, the package's. RecordError
+    where there are none."""
     from attnlib.bench import profiling, records
 
-    beyond = direction in profiling.BEYOND
-    return records.load(profiling.RECORD, profiling.BEYOND_TABLE if beyond else profiling.TABLE)
+    if direction not in profiling.BEYOND:
+        return records.load(profiling.RECORD, profiling.TABLE)
+    found = recorded(profiling.RECORD, profiling.BEYOND_TABLE)
+    return found or records.load(profiling.RECORD, profiling.PACKAGE_TABLE)
 
 
 def counters(step: str, head_dim: int, direction: str = "forward") -> dict:

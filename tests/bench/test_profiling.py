@@ -416,9 +416,10 @@ def test_a_call_beyond_forward_and_backward(monkeypatch, direction):
     assert found.shape == (1, 4, 1, 64) if direction == "decode" else found.role == "v"
 
 
-def test_beyond_has_a_table_of_its_own(monkeypatch, tmp_path):
-    jobs = profiling.beyond_jobs()
-    assert len({json.dumps(job, sort_keys=True) for job in jobs}) == len(jobs) == 12
+@pytest.mark.parametrize(("name", "rows"), [("beyond", 12), ("package", 45)])
+def test_some_have_a_table_of_their_own(monkeypatch, tmp_path, name, rows):
+    jobs = {"beyond": profiling.beyond_jobs, "package": profiling.package_jobs}[name]()
+    assert len({json.dumps(job, sort_keys=True) for job in jobs}) == len(jobs) == rows
     Machine(monkeypatch, {impl: [("k", {})] for impl in {job["impl"] for job in jobs}})
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))
     monkeypatch.setattr(records, "can_measure", lambda: True)
@@ -426,9 +427,9 @@ def test_beyond_has_a_table_of_its_own(monkeypatch, tmp_path):
     header = records.provenance(profiling.method()) | {"gpu": {"name": "NVIDIA H200"}}
     monkeypatch.setattr(records, "provenance", lambda method: header)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert cli.main(["--profile", "--book", "--beyond"]) == 0
+    assert cli.main(["--profile", "--book", f"--{name}"]) == 0
     stored = records.read(tmp_path / "nvidia-h200" / "profile.json")["tables"]
-    assert set(stored) == {"beyond"} and len(stored["beyond"]["rows"]) == 12
+    assert set(stored) == {name} and len(stored[name]["rows"]) == rows
 
 
 def test_command_line(monkeypatch, tmp_path, capsys):
@@ -437,6 +438,8 @@ def test_command_line(monkeypatch, tmp_path, capsys):
         ["--profile", "--impl", "99_none"],
         ["--book"],
         ["--beyond"],
+        ["--package"],
+        ["--profile", "--package", "--beyond"],
         ["--profile", "--beyond", "--impl", "attnlib"],
         ["--profile", "--book", "--impl", "attnlib"],
     ):
