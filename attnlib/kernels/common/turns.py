@@ -9,6 +9,8 @@ counter is t, adds, and counts on.
 A program waits for programs of a smaller number only. GPUs start programs in the order of their numbers, so
 of those that have not ended the one with the smallest number has been started and never waits: there is no
 deadlock, however few programs an SM array holds. (CUDA does not promise that order. All GPUs so far keep it.)
+Programs that stay on their SM draw every tile from a counter, the first one, too: tiles take their turns, and
+one of a smaller number has been drawn by a program that runs.
 
     Why a sum is complete when it is counted
 

@@ -49,6 +49,8 @@ shared memory, and the result is not used: that costs less than code of their ow
     granted           it is the turn of dQ(j), and dQ(j-1)     each consumer, who     j & 1
                       has been added                           waits for turns
     added             both consumers have added dQ(j)          who counts             j & 1
+    told              the producer has told the number of      who waits for turns,   (t - 1) & 1
+                      tile t, from 1 on, of a persistent plan  who counts
 
 The slot and the buffer of block j are j & 1. All from Q_FREE on are the hardware's named barriers, which have
 no parity: an arrival at an mbarrier costs a synchronization of the warpgroup first. Two buffers of dS need no
@@ -87,7 +89,8 @@ With a deterministic plan the programs of a head add to a block of sums one afte
 their numbers (see `turns`; `backward_tiles.turn` has the order). In bulk, the warp that adds sees to that.
 Else one more warp waits for the turn of each step and then arrives at `granted`. Another one waits at `added`
 until both consumers have added their halves, arrives at `granted`, so that the next step may add, and counts
-the additions when they are complete.
+the additions when they are complete. Where programs stay on their SM, both go on from tile to tile
+(`backward_turns`).
 
     Programs that share a key head
 
