@@ -433,7 +433,7 @@ def test_sums_of_shared_key_heads(width: int, keys_of_a_program: int, added: boo
     call, rows = call_of(width, "fp16", False)
     call = call._replace(config=replace(call.config, added=added))
     keys = sharing.SharedKeys(call, 2, 6, 256)
-    rows = rows.followed_by(keys.elements, zeros=added)
+    rows = rows.followed_by(keys.elements, zeros=keys.elements if added else 0)
     made = keys.conversions(rows.following.start, *[(call.k, call.strides[1])] * 2)
     jobs = [job(preprocess_kernel, rows.launch, call), *(job(postprocess, one, call) for one in made)]
     before, *after = inspect_sm90.compile_all(jobs)

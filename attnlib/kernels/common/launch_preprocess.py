@@ -69,14 +69,15 @@ class Preprocess(NamedTuple):
     def turns(self) -> Part:
         return Part("buffer", self._counters_start) if self.counters else Part("none")
 
-    def followed_by(self, elements: int, zeros: bool) -> Preprocess:
-        """The same with more elements at the end, a multiple of CHUNK. zeros: the launch sets them to 0."""
+    def followed_by(self, elements: int, zeros: int) -> Preprocess:
+        """The same with more elements at the end. zeros: so many of them, from the first on, the launch sets
+        to 0; a multiple of CHUNK."""
         launch = self.launch
         if zeros:
             launch = replace(
                 launch,
                 pointers={**launch.pointers, "more_ptr": self.following},
-                scalars={**launch.scalars, "more": elements // CHUNK},
+                scalars={**launch.scalars, "more": zeros // CHUNK},
                 constants={**launch.constants, "CHUNK": CHUNK},
             )
         return self._replace(launch=launch, more=elements)

@@ -76,10 +76,10 @@ def prepare(call: Signature) -> BackwardPlan | None:
     # A tile has two steps or more, see `backward_persistent`.
     persistent = config.persistent and not call.varlen and padded > config.block_m
     sums = keys.elements if shared else 0
-    if shared or persistent:  # a counter of tiles behind the sums
-        zeros = persistent or config.added
-        first = first.followed_by(sums + (CHUNK if persistent else 0), zeros)
-    counter = first.following._replace(start=first.following.start + sums)
+    counted = CHUNK if persistent else 0  # a counter of tiles before the sums
+    if shared or persistent:
+        first = first.followed_by(counted + sums, zeros=counted + (sums if config.added else 0))
+    keys_ptr = first.following._replace(start=first.following.start + counted)
     heads_kv *= keys.share
     tiles = num_n * heads_kv
     programs = min(tiles, device.num_sms(call.device)) if persistent else tiles
@@ -100,8 +100,8 @@ def prepare(call: Signature) -> BackwardPlan | None:
         descriptors=descriptors((q, k, v, d_out, *made), first, width, call),
         pointers={
             "dq_ptr": Part("buffer"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k"), "turns_ptr": first.turns,
-            **({"keys_ptr": first.following} if shared else {}),
-            **({"counter_ptr": counter} if persistent else {}),
+            **({"keys_ptr": keys_ptr} if shared else {}),
+            **({"counter_ptr": first.following} if persistent else {}),
         },  # fmt: skip
         scalars={
             "qk_scale": call.sm_scale * LOG2_E,
@@ -130,7 +130,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
     )
     launches = [first.launch, launch, postprocess(call, dq.window, first, width)]
     if shared:
-        launches += keys.conversions(first.following.start, dk.window, dv.window)
+        launches += keys.conversions(keys_ptr.start, dk.window, dv.window)
     return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
 
 

@@ -78,7 +78,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
     plan = make_plan(width, config, mask.partial, call.score, bias is not None)
     own_bias, persistent = isinstance(config.bias, HopperBiasConfig), plan.persistent.value
     if own_bias or persistent:
-        first = first.followed_by(CHUNK, zeros=True)  # a counter
+        first = first.followed_by(CHUNK, zeros=CHUNK)  # a counter
     num_n = -(-S_k // TILE) * (TILE // config.block_n)
     columns = num_n * B * H_kv
     leading = l2_sections.leading_programs(B * H_kv, num_n, mask.leading) if persistent else 0

@@ -125,6 +125,20 @@ def test_the_sums_are_in_the_buffer_of_the_call(D: int, varlen: bool) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("visited", "added", "zeros"), [(4, True, 0), (1, True, 300), (1, False, 0)])
+def test_what_is_set_to_zero_where_programs_stay(monkeypatch, visited: int, added: bool, zeros: int) -> None:
+    """The counter of tiles, and sums that programs add to, not those that each stores."""
+    monkeypatch.setattr(device, "num_sms", lambda index: 132)
+    config = replace(hopper_backward_config(64), persistent=True, visited=visited, added=added)
+    plan = launch_backward.prepare(signature(64, 1, 8, 2, 300, config))
+    first, launch, *_ = plan.launches.launches
+    counter = launch.pointers["counter_ptr"]
+    assert first.pointers["more_ptr"] == counter
+    assert first.scalars["more"] == 1 + 2 * -(-zeros // 128) * 128 * 2 * 64 // 1024
+    if visited < 4:
+        assert launch.pointers["keys_ptr"] == counter._replace(start=counter.start + 1024)
+
+
 # ---------------------------------------------------------------- when
 
 
