@@ -67,6 +67,21 @@ def check_rows_of_sums(rows_of_sums):
         assert wrong == 0, f"D={d}: {wrong} of {64 * d} numbers are in a wrong place"
 
 
+def check_turn(turn):
+    """By counting the programs of later keys that see a query of the block."""
+    for S_q, S_k in ((512, 512), (300, 700), (700, 300), (65, 129), (1, 128), (400, 385)):
+        blocks = -(-S_k // 128)
+        for m in range(-(-S_q // 64)):
+            last_query = min(64 * m + 63, S_q - 1)
+            adds = [128 * n <= last_query + S_k - S_q for n in range(blocks)]
+            for n in (n for n in range(blocks) if adds[n]):
+                want, got = sum(adds[n + 1 :]), turn(n, m, S_q, S_k)
+                assert got == want, (
+                    f"{S_q} queries, {S_k} keys, keys of block {n}, queries of block {m}: expected {want} "
+                    f"programs before, got {got}"
+                )
+
+
 def check_shared_kib(shared_kib):
     """KiB of some plans."""
     for d, block_m, stages, buffers in product((64, 128), (64, 128), (1, 2, 3), (1, 2, 4)):

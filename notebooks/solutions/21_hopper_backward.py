@@ -128,3 +128,8 @@ def rows_of_sums(sums):
 def shared_kib(d, block_m, stages, buffers):
     keys, slot = 2 * 128 * d * 2, 2 * block_m * d * 2 + 2 * block_m * 4
     return (keys + stages * slot + 2 * buffers * 64 * block_m * 2) / 1024
+
+
+def turn(n, m, S_q, S_k):  # one too many for the last block: it waits for a program that waits for it
+    last_key = min(64 * m + 63 + S_k - S_q, S_k - 1)
+    return last_key // 128 - n

@@ -145,6 +145,8 @@ PLANTED = {
         ("in_turns", "        await_ds(j - 1, W)\n", "", "Race|Deadlock|twice before"),
         ("rows_of_sums", "permute(1, 4, 2, 0, 3, 5)", "permute(1, 2, 4, 0, 3, 5)", "in a wrong place"),
         ("shared_kib", "2 * buffers * 64", "buffers * 64", "expected"),
+        ("turn", ", S_k - 1)", ", S_k + 127)", "programs before"),
+        ("turn", "S_k - S_q, ", "0, ", "programs before"),
         ("pausing", '        lines.append("nanosleep.u32 16;")\n', "", "times an addition and then"),
         ("pausing", "a + {i * 512}", "a + {i * 256}", "dq"),
     ),

@@ -32,7 +32,8 @@ runs = pytest.mark.parametrize(("order", "seed"), RUNS)
 def descriptor(x: torch.Tensor, rows: int = 64) -> TensorDescriptor:
     """Of blocks of [rows, all columns] of a matrix."""
     block = [rows, x.shape[1]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16)
+    dtype = gl.float32 if x.dtype == torch.float32 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
