@@ -6,7 +6,8 @@ programs stay on their SM, both read the number of the next tile when the produc
 producer tells of the tile after that one only when the consumers have added dQ of the step before the next
 tile. So each of the two warps reads the number before it grants that step its turn.
 
-`mem` is the `Memory` of a kernel, `plan` its plan.
+`mem` is the `Memory` of a kernel, `plan` its plan. Chapter 20 says what an order is for and what it costs,
+chapter 21 builds the kernels.
 """
 
 from typing import NamedTuple
