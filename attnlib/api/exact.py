@@ -100,10 +100,11 @@ def attention(
             `torch.vmap`. A compiled graph takes a function of your own in a score that is made outside of it.
             The LSE includes the sink; a row that sees nothing has the sink's alone.
         deterministic: gradients that are equal bit by bit from run to run; so they are too where
-            `torch.use_deterministic_algorithms` is on. The forward pass always is. On Hopper the
-            backward pass then takes more time, and, causal with grouped heads, 8 * B * H * S * D bytes more
-            memory. A learned bias that queries or keys share, or a learned `relative`, has no fast kernel:
-            the backward pass runs in PyTorch in float64, with memory for all scores.
+            `torch.use_deterministic_algorithms` is on. The forward pass always is. On Hopper the backward
+            pass then takes more time, and causal calls with grouped heads of 512 rows and more take about
+            8 * B * H * S_k * D bytes more memory. A learned bias that queries or keys share, or a learned
+            `relative`, has no fast kernel: the backward pass runs in PyTorch in float64, with memory for all
+            scores.
         impl: "decode" (1 to 16 queries, no block mask, the forward pass alone; the keys are split over the
             whole GPU), "hopper" (float16 or bfloat16 on a GPU of compute capability 9.x, in layouts that TMA
             can read; triton 3.6 to 3.9), "triton" (a CUDA GPU, or a CPU with TRITON_INTERPRET=1), "reference"

@@ -6,11 +6,14 @@ counter is t, adds, and counts on.
 
     Who may wait for whom
 
-A program waits for programs of a smaller number only. GPUs start programs in the order of their numbers, so
-of those that have not ended the one with the smallest number has been started and never waits: there is no
-deadlock, however few programs an SM array holds. (CUDA does not promise that order. All GPUs so far keep it.)
-Programs that stay on their SM draw every tile from a counter, the first one, too: tiles take their turns, and
-one of a smaller number has been drawn by a program that runs.
+Where a program has one tile it waits for programs of a smaller number only. GPUs start programs in the order
+of their numbers, so of those that have not ended the one with the smallest number has been started and never
+waits: there is no deadlock, however few programs an SM array holds. (CUDA does not promise that order. All
+GPUs so far keep it.)
+
+Programs that stay on their SM draw every tile, the first one, too, from a counter, and compute their tiles in
+the order in which they drew them. A tile waits for tiles of smaller numbers only. All of these have been
+drawn, and the smallest that is not done waits for nobody.
 
     Why a sum is complete when it is counted
 

@@ -61,9 +61,10 @@ def configuration(
             float16=q.dtype is torch.float16,
         )
         if own_values:
-            return own_values_backward_config(q.shape[-1], v.shape[-1], params.deterministic, kind)
-        chosen = hopper_backward_config(q.shape[-1], params.deterministic, stays=True, kind=kind)
-        if H == H_kv:
+            chosen = own_values_backward_config(q.shape[-1], v.shape[-1], params.deterministic, kind)
+        else:
+            chosen = hopper_backward_config(q.shape[-1], params.deterministic, stays=True, kind=kind)
+        if chosen is None or H == H_kv:
             return chosen
         rows = mean_rows(S_q, S_k, params.window)
         if params.deterministic:

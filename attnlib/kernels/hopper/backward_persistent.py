@@ -16,6 +16,8 @@ with the first dO, so these need no barriers of their own:
                       last tile, that there is none
     do_full[slot]     dO and delta of step i are there, in a first step V, too
 
+Who keeps turns does not look at Q, and has a barrier `told` for the number (`backward_turns`).
+
 Nor do they need barriers that tell when their buffers are free. K and V of tile t + 2 come to where those of
 tile t were, behind Q and dO of the first step of tile t + 2, for which the producer waits until step i - 2
 has released its own.
@@ -63,8 +65,7 @@ def _tell(mem, t, number, plan: gl.constexpr):
 
 @gluon.jit
 def tile_number(mem, t, WARPS: gl.constexpr):
-    """Of tile t, -1 if there is none: what the producer has told those who know that Q of its first step is
-    there."""
+    """Of tile t, -1 if there is none: for those who have waited for Q of its first step, or for `told`."""
     return word_in(mem.next_tile.index(t & 1), WARPS)
 
 

@@ -32,7 +32,8 @@ class Turns(NamedTuple):
 
 @gluon.jit
 def new_turns(WARPGROUPS: gl.constexpr):
-    """For so many warpgroups that add to dQ."""
+    """For so many warpgroups that add to dQ. `told` is made where nobody needs it, too: a function of Gluon
+    can't return None in a tuple."""
     return Turns(barriers(1, 2).index(0), barriers(1, WARPGROUPS).index(0), barriers(1, 1).index(0))
 
 
@@ -115,6 +116,6 @@ def _keep_turns_of_tile(mem, number, before, after, work, COUNTS: gl.constexpr, 
 
 @gluon.jit
 def _next_number(mem, t):
-    """Of tile t, from 1 on."""
+    """Of tile t, from 1 on, when the producer has told it; -1 if there is none."""
     mbarrier.wait(mem.turns.told, (t - 1) & 1)
     return tile_number(mem, t, 1)

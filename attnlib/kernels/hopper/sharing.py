@@ -116,7 +116,9 @@ WHOLE_ROWS = 4096
 """With fewer rows a program of 64 keys visits a whole group of four, which leaves no sums, if the model says
 so: timed at 512, 1024 and 2048 rows it was 1.17, 1.09 and 1.02 times as fast, and at 16384 0.96."""
 ROWS_IN_ORDER = 512
-"""With fewer rows that see a key, programs whose sums have an order visit whole groups."""
+"""With fewer rows that see a key, programs whose sums have an order visit whole groups. With 512, at D = 128,
+one head and whole groups took the same time while the launch before still set the sums to 0 that programs
+store; without that one head should be faster, which was not timed."""
 SHORT_ROWS, SHORT_ROWS_SLOW = 384, 768
 """With fewer rows that see a key a program of 96 keys visits one query head. On an H200 two were the faster
 ones with 512 rows and one with 256; on an H100, whose memory is slower, two with 1024 and one with 564."""
@@ -150,8 +152,8 @@ def in_order(config: HopperBackwardConfig, rows: float, kind: BackwardKind) -> H
     """What grouped heads get where sums have an order. Under a diagonal the shortest programs come first. The
     longest ones, of whole groups, would end the launch: calls took 1.3 to 1.7 times as long as without an
     order. Programs that visit one query head leave sums of dK and dV of their own, which are added up
-    afterwards. So calls take 1.1 to 1.3 times as long (docs/lab/hopper-backward.md), and more memory, twice
-    that of the sums of dQ.
+    afterwards. So calls take 1.1 to 1.4 times as long (docs/lab/hopper-backward.md), and more memory, about
+    twice that of the sums of dQ.
 
     Args: as of `staying`.
     """

@@ -24,6 +24,7 @@ from attnlib.kernels.hopper.configs_backward import (
     BackwardKind,
     HopperBackwardConfig,
     hopper_backward_config,
+    own_values_backward_config,
 )
 from attnlib.kernels.hopper.sharing import in_order
 
@@ -392,9 +393,11 @@ def test_consumers_that_alternate_in_programs_that_stay(name: str, order: str) -
 
 
 
-def sums_apart(D: int) -> HopperBackwardConfig:
+def sums_apart(D: int, D_v: int | None = None) -> HopperBackwardConfig:
     """What grouped heads with many rows get under a diagonal."""
     kind = BackwardKind(masked=True, alone=False)
+    if D_v is not None:
+        return in_order(own_values_backward_config(D, D_v, True, kind), 512, kind)
     return in_order(hopper_backward_config(D, True, D <= 128, kind), 512, kind)
 
 
@@ -420,6 +423,7 @@ IN_ORDER = {
     "96 columns, sums apart": Call(72, 2, 1, 150, 300, config=sums_apart(72)),
     "128 columns, sums apart": Call(128, 4, 2, 150, 300, config=sums_apart(128)),
     "160 columns, sums apart": Call(160, 2, 1, 100, 200, config=sums_apart(160)),
+    "values of 128, sums apart": Call(192, 2, 1, 100, 200, D_v=128, config=sums_apart(192, 128)),
     "256 columns, sums apart": Call(256, 3, 1, 70, 140, config=sums_apart(256)),
 }
 

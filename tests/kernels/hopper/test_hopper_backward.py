@@ -221,6 +221,22 @@ def test_which_grouped_heads_stay_on_their_sm(head_dim, group, S, visited) -> No
     assert config.persistent and config.visited == (1 if S > 512 else None)
 
 
+@pytest.mark.parametrize("columns", [(64, 64), (128, 128), (192, 192), (192, 128), (256, 256)], ids=str)
+def test_grouped_heads_in_order_have_sums_of_their_own(columns: tuple[int, int]) -> None:
+    """Under a diagonal with many rows; whole groups under a window, without a mask, and with few rows."""
+    own, values = columns
+
+    def visited(S: int, window: MaskWindow) -> tuple[int | None, bool]:
+        q, k = (torch.empty(1, heads, S, own, dtype=torch.float16, device="meta") for heads in (4, 1))
+        v = torch.empty(1, 1, S, values, dtype=torch.float16, device="meta")
+        config = hopper.configuration(q, k, v, Params(window, SCALE, deterministic=True), backward=True)
+        return config.visited, config.added
+
+    whole = None, True
+    assert visited(1024, MaskWindow(None, 0)) == (1, False) and visited(1000, MaskWindow(None, 0)) == whole
+    assert visited(4096, MaskWindow(1023, 0)) == visited(4096, MaskWindow(None, None)) == whole
+
+
 @pytest.mark.parametrize(
     ("width", "varlen", "stays"),
     [(64, False, False), (64, False, True), (64, True, False), *product((192, 256), (False, True), [False])],
