@@ -99,12 +99,14 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with --profile: all steps, the package and the peers at the task's shapes, into figures/data",
     )
-    parser.add_argument(
-        "--beyond", action="store_true", help="with --profile: FP8, its pass over values, and decoding alone"
-    )
-    parser.add_argument(
-        "--package", action="store_true", help="with --profile: the package and the peers alone"
-    )
+    parts = parser.add_mutually_exclusive_group()
+    about = {
+        profiling.BEYOND_TABLE: "FP8, its pass over values, and decoding",
+        profiling.PACKAGE_TABLE: "the package and the peers",
+    }
+    for table, what in about.items():
+        how = {"dest": "part", "action": "store_const", "const": table}
+        parts.add_argument(f"--{table}", **how, help=f"with --profile: {what} alone")
     parser.add_argument("--keep", type=Path, help="with --profile: a folder for the profiler's own table")
     parser.add_argument(
         "--list", action="store_true", help="list the peers and whether they can be used, and exit"
@@ -162,16 +164,13 @@ def _profile(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error("--peers, --inputs and --rounds do not go with --profile")
     chosen = args.impl or args.backward or args.shapes or args.batch is not None or not args.causal
     chosen = chosen or args.dtype != "float16"
-    if (args.book or args.beyond or args.package) and chosen:
+    if (args.book or args.part) and chosen:
         parser.error("--book, --beyond and --package profile everything at shapes of their own")
-    if args.beyond and args.package:
-        parser.error("--beyond and --package: expected one of them")
     impls = (args.impl or (BACKWARD_IMPLS if args.backward else DEFAULT_IMPLS)).split(",")
     direction = "backward" if args.backward else "forward"
     try:
         jobs = profiling.jobs_of(impls, _shapes_of(args, parser), direction)
-        jobs = profiling.beyond_jobs() if args.beyond else jobs
-        jobs = profiling.package_jobs() if args.package else jobs
+        jobs = profiling.JOBS[args.part]() if args.part else jobs
     except ValueError as error:
         parser.error(f"--{error}")
     if not torch.cuda.is_available():
@@ -195,10 +194,10 @@ def _profile(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def _recorded(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The book's rows, measured: all, or with `--beyond` or `--package` those alone."""
-    if args.package:
-        return profiling.record_package(args.keep).rows
-    rows = [] if args.beyond else profiling.record_book(args.keep).rows
-    return [*rows, *profiling.record_beyond(None if rows else args.keep).rows]
+    if args.part:
+        return profiling.record(args.part, args.keep).rows
+    rows = profiling.record(keep=args.keep).rows
+    return [*rows, *profiling.record(profiling.BEYOND_TABLE, None if rows else args.keep).rows]
 
 
 def _write(path: Path, header: Mapping[str, Any], table: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -216,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.profile:
         return _profile(args, parser)
-    if args.backward or args.book or args.beyond or args.package or args.keep:
+    if args.backward or args.book or args.part or args.keep:
         parser.error("--backward, --book, --beyond, --package and --keep go with --profile")
     names = _names_of(args, parser)
     if args.rounds < 1:

@@ -277,12 +277,6 @@ def book_jobs() -> list[Job]:
             for job in jobs_of(implementations(direction), TASK.values(), direction)]  # fmt: skip
 
 
-def record_book(keep: Path | None = None) -> records.Table:
-    """Profile `book_jobs` into the book's record, or replay it, see `records.table`. NoCounters where this
-    GPU's counters can't be read: the record then stays as it is."""
-    return records.table(RECORD, TABLE, lambda: profile(book_jobs(), True, keep), method())
-
-
 def beyond_jobs() -> list[Job]:
     """FP8 at the shapes of the task, and decoding."""
     shapes = dict.fromkeys(BEYOND, TASK.values()) | {"decode": DECODED}
@@ -290,19 +284,19 @@ def beyond_jobs() -> list[Job]:
             for job in jobs_of(implementations(direction), shapes[direction], direction)]  # fmt: skip
 
 
-def record_beyond(keep: Path | None = None) -> records.Table:
-    """The same of `beyond_jobs`."""
-    return records.table(RECORD, BEYOND_TABLE, lambda: profile(beyond_jobs(), True, keep), method())
-
-
 def package_jobs() -> list[Job]:
     """Those of the book, and beyond it, without the kernels of chapters."""
     return [job for job in (*book_jobs(), *beyond_jobs()) if not job["impl"][0].isdigit()]
 
 
-def record_package(keep: Path | None = None) -> records.Table:
-    """The same of `package_jobs`."""
-    return records.table(RECORD, PACKAGE_TABLE, lambda: profile(package_jobs(), True, keep), method())
+JOBS = {TABLE: book_jobs, BEYOND_TABLE: beyond_jobs, PACKAGE_TABLE: package_jobs}
+"""What is profiled for each table of the record."""
+
+
+def record(table: str = TABLE, keep: Path | None = None) -> records.Table:
+    """Profile the jobs of a table into the book's record, or replay it, see `records.table`. NoCounters where
+    this GPU's counters can't be read: the record then stays as it is."""
+    return records.table(RECORD, table, lambda: profile(JOBS[table](), True, keep), method())
 
 
 # ---------------------------------------------------------------- as text

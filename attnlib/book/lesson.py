@@ -300,8 +300,10 @@ def profile(direction: str = "forward") -> Table:
 
     if direction not in profiling.BEYOND:
         return records.load(profiling.RECORD, profiling.TABLE)
-    found = recorded(profiling.RECORD, profiling.BEYOND_TABLE)
-    return found or records.load(profiling.RECORD, profiling.PACKAGE_TABLE)
+    try:
+        return records.load(profiling.RECORD, profiling.BEYOND_TABLE)
+    except records.RecordError:
+        return records.load(profiling.RECORD, profiling.PACKAGE_TABLE)
 
 
 def counters(step: str, head_dim: int, direction: str = "forward") -> dict:

@@ -389,7 +389,7 @@ def test_the_books_record(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     header = records.provenance(profiling.method()) | {"gpu": {"name": "NVIDIA H200"}}
     monkeypatch.setattr(records, "provenance", lambda method: header)
-    profiling.record_book()
+    profiling.record()
     path = tmp_path / "nvidia-h200" / "profile.json"
     stored = records.read(path)
     rows = stored["tables"]["counters"]["rows"]
@@ -399,7 +399,7 @@ def test_the_books_record(monkeypatch, tmp_path):
     before = path.read_bytes()
     Machine(monkeypatch, {}, allowed=False)
     with pytest.raises(NoCounters):
-        profiling.record_book()
+        profiling.record()
     assert path.read_bytes() == before
 
 
@@ -418,7 +418,7 @@ def test_a_call_beyond_forward_and_backward(monkeypatch, direction):
 
 @pytest.mark.parametrize(("name", "rows"), [("beyond", 12), ("package", 45)])
 def test_some_have_a_table_of_their_own(monkeypatch, tmp_path, name, rows):
-    jobs = {"beyond": profiling.beyond_jobs, "package": profiling.package_jobs}[name]()
+    jobs = profiling.JOBS[name]()
     assert len({json.dumps(job, sort_keys=True) for job in jobs}) == len(jobs) == rows
     Machine(monkeypatch, {impl: [("k", {})] for impl in {job["impl"] for job in jobs}})
     monkeypatch.setenv("ATTNLIB_DATA", str(tmp_path))

@@ -221,6 +221,11 @@ def is_in_order(option: str) -> bool:
     return option == "deterministic" or option.startswith("ordered")
 
 
+def is_shared(option: str) -> bool:
+    """Programs share a key head."""
+    return "shared" in option or "apart" in option
+
+
 def is_masked(kind: str) -> bool:
     """Keys are hidden, but for those that fill a block up."""
     causal, _, *asked = KINDS[kind]
@@ -248,7 +253,7 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool], s
     causal, tail, *asked = KINDS[kind]
     shifted, left, varlen = (*asked, False, False, False)[:3]
     mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}
-    shared = "shared" in option or "apart" in option
+    shared = is_shared(option)
     config = replace(config, added="apart" not in option)
     plan = launch_backward.make_plan(columns, config, mask, varlen, shared, config.persistent)
     module, _, function = launch_backward.kernel_of(config, columns).rpartition(".")
@@ -316,7 +321,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     assert stats.warnings == (), "wgmma serialized?"
     assert stats.opcodes["HGMMA"] == sum(IN_A_STEP[width]) + AROUND[width] and not stats.opcodes.get("HMMA")
     option, unmarked = option_of(kind)
-    shared = "shared" in option or "apart" in option
+    shared = is_shared(option)
     assert stats.opcodes.get("UTMALDG") and bool(stats.opcodes.get("UTMASTG")) != shared, "no TMA"
     assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
     assert stats.shared_bytes <= SMEM_LIMIT

@@ -204,7 +204,8 @@ def test_long_dense_calls_of_128_columns_have_programs_of_one_tile(head_dim, S, 
 )  # fmt: skip
 def test_which_grouped_heads_stay_on_their_sm(head_dim, group, S, visited) -> None:
     """As docs/lab/hopper-backward.md has measured it, under a diagonal; of windows and dense calls, which see
-    every key with more rows, some. Where sums have an order, programs visit one query head, or few rows."""
+    every key with more rows, some. Where sums have an order they all stay, and visit one
+    query head, or with few rows the group."""
     q, k = (torch.empty(1, heads, S, head_dim, dtype=torch.float16, device="meta") for heads in (group, 1))
     params = Params(MaskWindow(None, 0), SCALE)
     config = hopper.configuration(q, k, k, params, backward=True)

@@ -125,16 +125,17 @@ def test_the_sums_are_in_the_buffer_of_the_call(D: int, varlen: bool) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("visited", "added", "zeros"), [(4, True, 0), (1, True, 300), (1, False, 0)])
-def test_what_is_set_to_zero_where_programs_stay(monkeypatch, visited: int, added: bool, zeros: int) -> None:
-    """The counter of tiles, and sums that programs add to, not those that each stores."""
+@pytest.mark.parametrize(("visited", "added", "chunks"), [(4, True, 1), (1, True, 1 + 96), (1, False, 1)])
+def test_what_is_set_to_zero_where_programs_stay(monkeypatch, visited: int, added: bool, chunks: int) -> None:
+    """The counter of tiles, and sums that programs add to, not those that each stores: of two heads 3 blocks
+    of 128 keys, 64 columns of dK and of dV, are 96 chunks of 1024."""
     monkeypatch.setattr(device, "num_sms", lambda index: 132)
     config = replace(hopper_backward_config(64), persistent=True, visited=visited, added=added)
     plan = launch_backward.prepare(signature(64, 1, 8, 2, 300, config))
     first, launch, *_ = plan.launches.launches
     counter = launch.pointers["counter_ptr"]
     assert first.pointers["more_ptr"] == counter
-    assert first.scalars["more"] == 1 + 2 * -(-zeros // 128) * 128 * 2 * 64 // 1024
+    assert first.scalars["more"] == chunks
     if visited < 4:
         assert launch.pointers["keys_ptr"] == counter._replace(start=counter.start + 1024)
 
