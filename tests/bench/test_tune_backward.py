@@ -33,7 +33,7 @@ def test_cells_by_name():
     ("name", "config"),
     [
         ("256-window-4096", hopper_backward_config(256, kind=BackwardKind(True, True, short=False))),
-        ("192-dense-4096", keys96_config()),
+        ("192-dense-4096", hopper_backward_config(192)),
         ("192-varlen-1024", keys96_config(BackwardKind(masked=True, varlen=True))),
         ("192/128-varlendense-1024", keys96_config(BackwardKind(varlen=True), value_columns=128)),
         ("128-varlengqa8-1024", hopper_backward_config(128, kind=SHARED)),

@@ -270,7 +270,7 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool], s
     names = kernel.arg_names
     absent = [name for name in names if name.startswith("desc_") and name not in types]
     wanted_by = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}
-    wanted_by |= {SHARED: shared, DRAWN: config.persistent, ("LAST",): bool(config.last_waves)}
+    wanted_by |= {SHARED: shared, DRAWN: config.persistent, ("LAST",): config.crowding is not None}
     for given, wanted in (wanted_by | {("turns_ptr",): deterministic}).items():
         types |= {name: "*i32" for name in given if name.startswith("cu")}
         absent += [] if wanted else [name for name in given if name in names]

@@ -137,7 +137,7 @@ def kernels_of(forms: Mapping[str, Forms]) -> list[tuple[str, HopperBackwardConf
             kind, shape = KINDS[cell.kind], cell.shape
             shared = form.visited is None and kind.group > 1, form.visited in (None, kind.group)
             # What these fields decide is decided when a kernel is launched.
-            made = replace(form, visited=None, l2_bytes=0, last_waves=0.0)
+            made = replace(form, visited=None, l2_bytes=0, crowding=form.crowding and 1.0)
             key = shape.head_dim, shape.head_dim_v, shape.dtype, kind._replace(label=""), shared, made
             found.setdefault(key, (name, form))
     return list(found.values())
@@ -223,11 +223,12 @@ def report(name: str, forms: Forms, rounds: Rounds) -> tuple[str, list[str]]:
 
 def visited_by_model(cell: Cell) -> str:
     """Time of one program for a group over that of programs that visit fewer query heads, predicted."""
-    shape, config = cell.shape, default_of(cell)
+    shape, config, kind = cell.shape, default_of(cell), KINDS[cell.kind]
     widths = config.width(shape.head_dim), config.value_width(shape.head_dim)
-    heads, group = shape.batch * shape.kv_heads, KINDS[cell.kind].group
-    call = sharing.Launched(config, heads, group, shape.seqlen, shape.keys, *widths, shape.causal)
-    ratios = (f"{n} {call.clocks(group) / call.clocks(n):.2f}" for n in sharing.divisors(group))
+    heads, window = shape.batch * shape.kv_heads, mask_window(shape.causal, kind.window)
+    bounds = window.clipped(shape.seqlen, shape.keys)
+    call = sharing.Launched(config, heads, kind.group, shape.seqlen, shape.keys, *widths, *bounds)
+    ratios = (f"{n} {call.clocks(kind.group) / call.clocks(n):.2f}" for n in sharing.divisors(kind.group))
     return f"{', '.join(ratios)}; chosen {sharing.chosen(call)}"
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from attnlib.kernels.common import l2_sections
+from attnlib.kernels.common.l2_sections import Heads, Sections
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.hopper.configs import smallest_split, width_of_parts
 
@@ -35,8 +36,8 @@ class HopperBackwardConfig:
             out anew. Only the wide kernel has a warpgroup for dQ.
         max_registers: of a thread when the program starts.
         l2_bytes: what the heads that advance together read and add to should fit in here.
-        last_waves: programs for each SM that the last of these sections has at least, see
-            `l2_sections.last_section`; 0: it is like the others.
+        crowding: the last of these sections has more heads where that ends the launch earlier, see
+            `l2_sections.balanced`; None: it is like the others.
         whole_groups: that of all query heads of a group counts, not that of one. Programs visit one after the
             other, but short ones are soon heads ahead of long ones.
     """
@@ -50,7 +51,7 @@ class HopperBackwardConfig:
     producer_registers: int = 24
     max_registers: int = 168
     l2_bytes: int = 16 << 20
-    last_waves: float = 0.0
+    crowding: float | None = None
     whole_groups: bool = False
     deterministic: bool = False
     alternate: bool = False
@@ -90,17 +91,11 @@ class HopperBackwardConfig:
         """Columns of the sums of dK and of dV in memory, where programs share a key head."""
         return self.width(head_dim), self.value_width(head_dim)
 
-    def heads_per_section(self, heads: int, group: int, blocks: int, rows: int, width: int) -> int:
-        """Key/value heads that advance together, see `l2_sections`."""
-        if self.whole_groups and group > 1:
-            return l2_sections.by_cache(heads, rows * group, width, self.l2_bytes)
-        return l2_sections.key_heads(heads, blocks, rows, width, self.l2_bytes)
-
-    def last_section(self, heads: int, group: int, blocks: int, section: int) -> int | None:
-        """The head that the last section begins with; None where it is like the others."""
-        if not self.last_waves:
-            return None
-        return l2_sections.last_section(heads, blocks, section, self.last_waves / group)
+    def sections(self, heads: Heads) -> Sections:
+        """The key heads that advance together, but of varlen sequences."""
+        if self.crowding is None:
+            return Sections(heads.together(self.l2_bytes))
+        return l2_sections.balanced(heads, self.l2_bytes, self.crowding)
 
 
 @dataclass(frozen=True)
@@ -213,23 +208,38 @@ KEYS_96 = Keys96BackwardConfig(
 )
 """Of 129 to 192 columns, 96 keys a program. Calls get `keys96_config` of it."""
 SHORT_KEYS, SHORT_SHARED_KEYS = 2048, 1024
-SHORT_BYTES, DIAGONAL_BYTES = 8 << 20, 40 << 20
-"""`l2_bytes` beyond 128 columns, of batches under a diagonal: of short sequences with 96 keys a program, in
-the wide kernel of heads with keys of their own; and of all others four fifths of the L2."""
-LAST_WAVES = 2.5
-"""`last_waves` there. What so many programs read and add to is 43 to 49 MB, about the L2."""
+SHORT_BYTES, KEYS_96_BYTES, GROUPS_BYTES, DENSE_BYTES = 8 << 20, 24 << 20, 40 << 20, 8 << 20
+"""`l2_bytes` of batches. Under a diagonal beyond 128 columns: of short sequences with 96 keys a program, and
+of heads without a group with 64; of other sequences with 96; of groups with 64, four fifths of the L2. The
+last: without a mask, but with 64 keys a program."""
+CROWDING, GROUPS_CROWDING = 0.0024, 0.0008
+"""`crowding` under a mask; the second beyond 128 columns where query heads share key heads. Both fit what 60
+calls took in five orders each (docs/lab/hopper-backward.md)."""
 ORDER_BYTES, DENSE_ORDER_BYTES = 16 << 20, 40 << 20
 """`l2_bytes` beyond 128 columns where sums have an order: the first under a mask and of varlen sequences, the
 second of batches without a mask."""
 
 
+def _crowding(config: HopperBackwardConfig, kind: BackwardKind) -> float:
+    return CROWDING if kind.alone or config.block_n == 128 else GROUPS_CROWDING
+
+
 def _in_sections(config: HopperBackwardConfig, kind: BackwardKind) -> HopperBackwardConfig:
-    """Beyond 128 columns: with the sections of a batch under a diagonal, if that is the call."""
-    if not kind.masked or kind.left_bound or kind.varlen:
+    """With the sections of heads of a batch, where sums have no order."""
+    if kind.varlen:
         return config
-    few = kind.alone if config.block_n == 64 else kind.short
-    l2_bytes = SHORT_BYTES if few else DIAGONAL_BYTES
-    return replace(config, l2_bytes=l2_bytes, last_waves=LAST_WAVES)
+    if not kind.masked:
+        return config if config.block_n == 64 else replace(config, l2_bytes=DENSE_BYTES)
+    crowding = _crowding(config, kind)
+    if kind.left_bound:
+        return replace(config, crowding=crowding)
+    if config.block_n == 64:
+        l2_bytes = SHORT_BYTES if kind.alone else GROUPS_BYTES
+    elif config.block_n == 96:
+        l2_bytes = SHORT_BYTES if kind.short else KEYS_96_BYTES
+    else:
+        l2_bytes = config.l2_bytes
+    return replace(config, l2_bytes=l2_bytes, crowding=crowding)
 
 
 def keys96_config(
@@ -239,19 +249,27 @@ def keys96_config(
     as many."""
     values = columns if value_columns is None else value_columns
     shared = not kind.alone and not kind.left_bound  # under a window a program visits a whole group
-    seldom = not kind.varlen and values == columns and (shared or not kind.masked)
     config = replace(KEYS_96, query_columns=columns, value_columns=values)
-    config = replace(config, early_mask=kind.masked and values < columns, pause_every=4 if seldom else 2)
-    return _in_sections(config, kind)
+    if values < columns or kind.varlen:
+        return replace(config, early_mask=kind.masked and values < columns)
+    if shared or not kind.masked:
+        return replace(config, pause_every=4)
+    return replace(config, early_mask=True, pause_every=3) if columns == 192 else config
 
 
 def _in_order(wide: HopperBackwardConfig, kind: BackwardKind) -> HopperBackwardConfig:
     """A configuration beyond 128 columns for sums in an order (docs/lab/hopper-backward.md). Programs of a
     head wait for each other, so sections of heads have a size of their own. With 96 keys a program pauses
     gain under a mask and lose without one."""
-    l2_bytes = ORDER_BYTES if kind.masked or kind.varlen else DENSE_ORDER_BYTES
-    pauses = {"pause_every": 4 if kind.masked else 0} if isinstance(wide, Keys96BackwardConfig) else {}
-    return replace(wide, deterministic=True, l2_bytes=l2_bytes, **pauses)
+    changes = {"l2_bytes": ORDER_BYTES if kind.masked or kind.varlen else DENSE_ORDER_BYTES}
+    if isinstance(wide, Keys96BackwardConfig):
+        changes["pause_every"] = 4 if kind.masked else 0
+        changes["early_mask"] = kind.masked and wide.value_columns < wide.query_columns
+    return replace(wide, deterministic=True, crowding=_crowding_in_order(wide, kind), **changes)
+
+
+def _crowding_in_order(config: HopperBackwardConfig, kind: BackwardKind) -> float | None:
+    return None if not kind.masked or kind.left_bound or kind.varlen else _crowding(config, kind)
 
 
 _IN_TURNS = {"alternate": True}
@@ -298,7 +316,7 @@ def own_values_backward_config(
     if not (128 < head_dim <= 192 and 64 < value_dim <= 128):
         return None
     config = keys96_config(kind, value_columns=128)
-    return _in_order(config, kind) if deterministic else config
+    return _in_order(config, kind) if deterministic else _in_sections(config, kind)
 
 
 def hopper_backward_config(
@@ -325,15 +343,16 @@ def hopper_backward_config(
     splits = [width for width, config in SPLIT.items() if not (deterministic and config.both_add)]
     split = smallest_split((*splits, *KEYS_96_WIDTHS), head_dim)
     if width > 128:
-        wide = _in_sections(_CHOSEN[width], kind) if split is None else keys96_config(kind, split)
-        return _in_order(wide, kind) if deterministic else wide
+        wide = _CHOSEN[width] if split is None else keys96_config(kind, split)
+        return _in_order(wide, kind) if deterministic else _in_sections(wide, kind)
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
     if deterministic:
         changes = _IN_ORDER.get(split or width, ({}, {}))[kind.masked]
         staying = _IN_ORDER_STAYS.get(split or width, (None, None))[kind.masked]
         if stays and not kind.varlen and staying is not None:
             changes = staying | {"persistent": True}
-        return replace(chosen, deterministic=True, **changes)
+        return replace(chosen, deterministic=True, crowding=_crowding_in_order(chosen, kind), **changes)
+    chosen = _in_sections(chosen, kind)
     if kind.varlen:
         return replace(chosen, **_VARLEN.get(split or width, ({}, {}))[kind.masked])
     if not stays:

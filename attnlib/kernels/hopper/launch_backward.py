@@ -89,7 +89,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "q, k: expected fewer than 2^30 keys, rows of a group, and tiles or blocks of 64 rows over all "
             f"heads, got {S_q} rows and {S_k} keys of a head, and {most} tiles, blocks or rows of a group"
         )
-    section = config.heads_per_section(heads_kv, visited, num_n, S_q, width)
+    sections = sharing.sections(call, visited)
     overlaps = device.overlaps(call.device)
     made = () if shared else (dk.window, dv.window)
     mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
@@ -111,8 +111,8 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "H": H,
             "GROUP": visited,
             "HEADS_KV": heads_kv,
-            "SECTION": section,
-            "LAST": config.last_section(heads_kv, visited, num_n, section),
+            "SECTION": sections.size,
+            "LAST": sections.last,
             "num_m": padded // config.block_m,
             "num_n": num_n,
             "right": right or None,

@@ -4,12 +4,11 @@ a key head leave dK and dV."""
 from __future__ import annotations
 
 from dataclasses import replace
-from heapq import heapreplace
 from typing import NamedTuple
 
-from attnlib.kernels.common import device
+from attnlib.kernels.common import device, l2_sections
 from attnlib.kernels.common.descriptors import Window
-from attnlib.kernels.common.l2_sections import SMS
+from attnlib.kernels.common.l2_sections import SMS, Heads, Sections, finished
 from attnlib.kernels.common.launch_postprocess import Sums, conversion
 from attnlib.kernels.common.launcher import Launch
 from attnlib.kernels.common.signature import Signature, mean_rows
@@ -18,8 +17,9 @@ from attnlib.kernels.hopper.configs_backward import BackwardKind, HopperBackward
 # Constants of the model of a launch. docs/lab/hopper-backward.md says where the numbers are from.
 FLOPS = 2450
 """FLOPs of products that an SM does in a clock."""
-BEGIN = 2
-"""What the beginning and the end of a program take, in steps of 64 queries."""
+BEGIN, BEGIN_STAYS = 2, 1.2
+"""What the beginning and the end of a tile take, in steps of 64 queries: of a program of its own, and of one
+that stays on its SM."""
 LEAVE_BYTES = 32
 """Bytes of sums that an SM adds to memory in a clock, at the end of a program that shares a key head."""
 MEMORY_BYTES = 17.8
@@ -32,15 +32,14 @@ don't fit into L2 together, each further head makes a launch of programs of 128 
 one of 64 keys by twice that: those read as much for half the products. It does not apply where whole groups
 are visited at one time, or one head with more than half of the SMs."""
 L2 = 50 << 20
-MANY = 16
-"""With more programs for each SM the last ones matter little, and the model does not follow each."""
 GAIN = 1.15
 """Programs share a key head where the model predicts at least this gain. Where it was measured, the model had
 predicted up to 1.14 times too much."""
 
 
 class Launched(NamedTuple):
-    """What the model knows of a call. heads: B * H_kv; values: columns of a tile of values."""
+    """What the model knows of a call with sequences in batches. heads: B * H_kv; values: columns of a tile of
+    values; left, right: of the window."""
 
     config: HopperBackwardConfig
     heads: int
@@ -49,30 +48,62 @@ class Launched(NamedTuple):
     keys: int
     width: int
     values: int
-    causal: bool
+    left: int | None
+    right: int | None
+
+    @classmethod
+    def of(cls, call: Signature) -> Launched:
+        B, H, H_kv, S_q, S_k = call.dimensions()
+        widths = call.config.width(call.head_dim), call.config.value_width(call.head_dim)
+        return cls(call.config, B * H_kv, H // H_kv, S_q, S_k, *widths, *call.window.clipped(S_q, S_k))
+
+    def key_heads(self, visited: int) -> Heads:
+        """Those of programs that visit so many of the group's query heads, with their work in steps of 64
+        queries."""
+        config, share = self.config, self.group // visited
+        begin = BEGIN_STAYS if config.persistent else BEGIN
+        leave = self._sums / LEAVE_BYTES / self._step if share > 1 else 0
+        work = tuple(visited * self._steps(block) + begin + leave for block in range(self._blocks))
+        rows = self.rows if self.left is None else min(self.rows, self.left + config.block_n)
+        counted = visited if config.whole_groups else 1
+        return Heads(self.heads * share, work, 8 * rows * counted * self.width, visited // counted)
 
     def clocks(self, visited: int) -> float:
         """From the first program to the last gradient, where a program visits so many of the group's query
         heads: programs start in their order on whichever SM is free."""
-        config, share = self.config, self.group // visited
-        blocks, heads = -(-self.keys // config.block_n), self.heads * share
-        step = 10 * 64 * config.block_n * (self.width + self.values) / 2 / FLOPS
-        sums = 4 * config.block_n * (self.width + self.values)  # bytes of a block of keys
-        leave = sums / LEAVE_BYTES if share > 1 else 0
-        work = [visited * self._steps(block) * step + BEGIN * step + leave for block in range(blocks)]
-        section = config.heads_per_section(heads, visited, blocks, self.rows, self.width)
-        together = min(heads, max(section, -(-SMS // blocks)))
-        spread = 1 + self._spread(together * visited) * (visited - 1) if self.causal else 1
-        last = config.last_section(heads, visited, blocks, section)
-        total = finished(work, heads, section, last) * spread
+        heads, share = self.key_heads(visited), self.group // visited
+        sections = self.config.sections(heads)
+        together = min(heads.number, max(sections.size, -(-SMS // self._blocks)))
+        masked = self.right is not None
+        spread = 1 + self._spread(together * visited) * (visited - 1) if masked else 1
+        total = finished(heads, sections) * self._step * spread
         if share > 1:  # set to 0, added to, read
-            total += 2 * sums * blocks * self.heads / (MEMORY_BYTES * SMS) + LAUNCH
+            total += 2 * self._sums * self._blocks * self.heads / (MEMORY_BYTES * SMS) + LAUNCH
         return total
 
-    def _steps(self, block: int) -> float:
+    @property
+    def _blocks(self) -> int:
+        return -(-self.keys // self.config.block_n)
+
+    @property
+    def _step(self) -> float:
+        """Clocks of 64 queries."""
+        return 10 * 64 * self.config.block_n * (self.width + self.values) / 2 / FLOPS
+
+    @property
+    def _sums(self) -> int:
+        """Bytes of a block of keys."""
+        return 4 * self.config.block_n * (self.width + self.values)
+
+    def _steps(self, block: int) -> int:
         """Blocks of 64 queries that see a block of keys."""
-        hidden = block * self.config.block_n + self.rows - self.keys if self.causal else 0
-        return -(-(self.rows - max(hidden, 0)) // 64) if hidden < self.rows else 0
+        first, end = 0, -(-self.rows // 64)
+        place = block * self.config.block_n + self.rows - self.keys  # of the first key, among the queries
+        if self.right is not None:
+            first = max(place - self.right, 0) // 64
+        if self.left is not None:
+            end = min(end, -(-max(place + self.config.block_n + self.left, 0) // 64))
+        return max(end - first, 0)
 
     def _spread(self, heads: int) -> float:
         """The share of time that each further head costs, with `heads` visited at one time."""
@@ -83,18 +114,16 @@ class Launched(NamedTuple):
         return SPREAD * 128 / self.config.block_n
 
 
-def finished(work: list[float], heads: int, section: int, last: int | None = None) -> float:
-    """When the last program ends, of `work` for each head in sections; an SM takes one after the other.
-    last: the head that the last section begins with, None where it is like the others."""
-    if len(work) * heads > MANY * SMS:
-        return sum(work) * heads / SMS + max(work) / 2
-    ends = [0.0] * SMS
-    begins = [first for first in range(0, heads, section) if last is None or first <= last]
-    for first, end in zip(begins, [*begins[1:], heads], strict=True):
-        for one in work:
-            for _ in range(end - first):
-                heapreplace(ends, ends[0] + one)
-    return max(ends)
+def sections(call: Signature, visited: int) -> Sections:
+    """The key heads of a call that advance together, where a program visits so many query heads."""
+    if not call.varlen:
+        return call.config.sections(Launched.of(call).key_heads(visited))
+    config, (B, H, _, S_q, _) = call.config, call.dimensions()
+    heads, rows, width = H // visited, S_q, config.width(call.head_dim)
+    if config.whole_groups and visited > 1:
+        return Sections(l2_sections.by_cache(heads, rows * visited, width, config.l2_bytes))
+    blocks = call.k[0] // config.block_n + B
+    return Sections(l2_sections.key_heads(heads, blocks, rows, width, config.l2_bytes))
 
 
 def chosen(call: Launched) -> int:
@@ -163,11 +192,11 @@ def in_order(config: HopperBackwardConfig, rows: float, kind: BackwardKind) -> H
 
 
 def query_heads(call: Signature) -> int:
-    """How many query heads of a group one program visits. It visits all of windows with a left bound, of
-    deterministic calls that `in_order` leaves alone, and of most varlen sequences, whose programs the model
-    does not know. Beyond 128 columns it visits at most one or two of a group of four and more under a
-    diagonal, but for `WHOLE_ROWS`: so it was faster than the model knows in all lengths, with 96 keys in
-    varlen sequences, too (docs/lab/hopper-backward.md).
+    """How many query heads of a group one program visits. It visits all of deterministic calls that
+    `in_order` leaves alone, of most varlen sequences, whose programs the model does not know, and up to 128
+    columns of windows with a left bound. Beyond 128 columns it visits at most one or two of a group of four
+    and more under a diagonal, but for `WHOLE_ROWS`: so it was faster than the model knows in all lengths,
+    with 96 keys in varlen sequences, too (docs/lab/hopper-backward.md).
 
     Raises:
         ValueError: the configuration says a number that does not divide the group.
@@ -182,12 +211,12 @@ def query_heads(call: Signature) -> int:
         return config.visited
     left, right = call.window.clipped(S_q, S_k)
     keys96 = config.block_n == 96
-    if group == 1 or left is not None or config.deterministic or (call.varlen and not keys96):
+    bounded = left is not None and (call.varlen or config.block_n == 128)
+    if group == 1 or bounded or config.deterministic or (call.varlen and not keys96):
         return group
-    widths = config.width(call.head_dim), config.value_width(call.head_dim)
-    launched = Launched(config, B * H_kv, group, S_q, S_k, *widths, right is not None)
+    launched = Launched.of(call)
     visited = group if call.varlen else chosen(launched)
-    if right is None or group < 4 or config.block_n == 128:
+    if left is not None or right is None or group < 4 or config.block_n == 128:
         return visited
     if config.block_n == 64 and group == visited == 4 and S_q < WHOLE_ROWS:
         return group

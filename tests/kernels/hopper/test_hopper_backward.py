@@ -27,6 +27,8 @@ from attnlib.kernels.common.signature import Signature
 from attnlib.kernels.common.tile_order import by_sections, leading_first
 from attnlib.kernels.hopper import backward_tiles, launch_backward, sharing
 from attnlib.kernels.hopper.configs_backward import (
+    CROWDING,
+    GROUPS_CROWDING,
     KEYS_96,
     KEYS_96_WIDTHS,
     SPLIT,
@@ -38,6 +40,7 @@ from attnlib.kernels.hopper.configs_backward import (
 from attnlib.params import MaskWindow, Params, Varlen
 
 SCALE = 0.3
+MB = 1 << 20
 
 
 def in_registers(x: np.ndarray) -> np.ndarray:
@@ -99,7 +102,7 @@ def test_head_dimensions_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=f"^config: expected columns .* for head dimension {left}, got"):
             config.width(left)
     monkeypatch.delitem(SPLIT, 80)
-    assert hopper_backward_config(72) == SPLIT[96]
+    assert hopper_backward_config(72) == replace(SPLIT[96], l2_bytes=8 * MB)
 
 
 SWIZZLES = [(80, [64, 32]), (96, [64, 32]), (128, [128]), (192, [128])]
@@ -188,7 +191,7 @@ def test_long_dense_calls_of_128_columns_have_programs_of_one_tile(head_dim, S, 
     q = torch.empty(1, 1, S, head_dim, dtype=torch.float16, device="meta")
     config = hopper.configuration(q, q, q, Params(MaskWindow(None, window), SCALE), backward=True)
     assert config.persistent is stays
-    assert stays or config == HopperBackwardConfig(64, stagger=1200)
+    assert stays or config == HopperBackwardConfig(64, stagger=1200, l2_bytes=8 * MB)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +325,8 @@ def test_how_often_calls_pause() -> None:
     assert every(128, masked=True, varlen=True) == every(128, varlen=True, alone=False) == 0
     for columns in (160, 192):
         assert every(columns) == every(columns, masked=True, alone=False) == 4
-        assert every(columns, masked=True) == every(columns, masked=True, left_bound=True, alone=False) == 2
+        window = every(columns, masked=True, left_bound=True, alone=False)
+        assert every(columns, masked=True) == window == (3 if columns == 192 else 2)
         assert every(columns, varlen=True) == every(columns, varlen=True, masked=True, alone=False) == 2
     assert {every(columns, deterministic=True) for columns in (64, 96, 128)} == {0}
     assert every(256, deterministic=True) == 1
@@ -363,12 +367,14 @@ def test_which_calls_have_96_keys_a_program() -> None:
             assert (config.block_n == 96) is (128 < head_dim <= 192) and config.deterministic is in_order
 
 
-MB = 1 << 20
-SHORT = {"l2_bytes": 8 * MB, "last_waves": 2.5}
+DENSE = {"l2_bytes": 8 * MB}
+ALONE = {"crowding": CROWDING}
+SHORT = {"l2_bytes": 8 * MB, **ALONE}
+EARLY, THIRD = {"early_mask": True}, {"early_mask": True, "pause_every": 3}
 FORMS = {  # no mask, a diagonal, a window with a left bound
-    (160, 160): ({"pause_every": 4}, SHORT, {}),
-    (192, 192): ({"pause_every": 4}, SHORT, {}),
-    (192, 128): ({}, {**SHORT, "early_mask": True}, {"early_mask": True}),
+    (160, 160): ({"pause_every": 4, **DENSE}, SHORT, ALONE),
+    (192, 192): ({"pause_every": 4, **DENSE}, SHORT | THIRD, ALONE | THIRD),
+    (192, 128): (DENSE, SHORT | EARLY, ALONE | EARLY),
 }
 """Columns of queries and of values -> what differs from `KEYS_96`."""
 
@@ -384,13 +390,16 @@ def test_which_form_of_96_keys_calls_get(columns: tuple[int, int]) -> None:
         found = hopper.configuration(q, q, v, Params(window, SCALE), backward=True)
         assert found == replace(base, **changes)
         in_order = hopper.configuration(q, q, v, Params(window, SCALE, deterministic=True), backward=True)
-        pause_every, l2_bytes = (0, 40 * MB) if window == windows[0] else (4, 16 * MB)
-        assert in_order == replace(found, deterministic=True, pause_every=pause_every, l2_bytes=l2_bytes)
-    tokens, values = (x[0].transpose(0, 1) for x in (q, v))
+        masked = window != windows[0]
+        assert in_order == replace(
+            found, deterministic=True, pause_every=4 if masked else 0, early_mask=masked and values < own,
+            l2_bytes=(16 if masked else 40) * MB, crowding=CROWDING if window == windows[1] else None,
+        )  # fmt: skip
+    tokens, last = (x[0].transpose(0, 1) for x in (q, v))
     starts = torch.tensor([0, 256], dtype=torch.int32)
     for window in windows:
         params = Params(window, SCALE, Varlen(starts, starts, 256, 256))
-        found = hopper.configuration(tokens, tokens, values, params, backward=True)
+        found = hopper.configuration(tokens, tokens, last, params, backward=True)
         assert found == replace(base, early_mask=own != columns[1] and window != windows[0])
 
 
@@ -408,7 +417,7 @@ def test_what_heads_of_256_columns_may_take_of_l2() -> None:
 
 @pytest.mark.parametrize("columns", [160, 192, 256])
 @pytest.mark.parametrize(
-    ("keys", "heads", "megabytes"), [(2047, 2, 8), (2048, 2, 40), (1023, 1, 8), (1024, 1, 40)]
+    ("keys", "heads", "megabytes"), [(2047, 2, 8), (2048, 2, 24), (1023, 1, 8), (1024, 1, 24)]
 )
 def test_few_keys_are_short(columns: int, keys: int, heads: int, megabytes: int) -> None:
     q, k = (torch.empty(1, n, keys, columns, dtype=torch.float16, device="meta") for n in (2, heads))
@@ -416,6 +425,22 @@ def test_few_keys_are_short(columns: int, keys: int, heads: int, megabytes: int)
     if columns == 256:  # the wide kernel has few where no keys are shared, however long they are
         megabytes = 8 if heads == 2 else 40
     assert found.l2_bytes == megabytes * MB
+    assert found.crowding == (CROWDING if heads == 2 else GROUPS_CROWDING)
+
+
+@pytest.mark.parametrize("columns", [64, 96, 128])
+def test_what_decides_about_sections_up_to_128_columns(columns: int) -> None:
+    """Without a mask a section is small, and the last one like the others; groups count like other heads."""
+
+    def found(deterministic: bool = False, **kind: bool) -> tuple[float, float | None]:
+        config = hopper_backward_config(columns, deterministic, stays=True, kind=BackwardKind(**kind))
+        return config.l2_bytes / MB, config.crowding
+
+    assert found() == found(alone=False) == (8, None)
+    assert found(masked=True) == found(masked=True, alone=False) == (16, CROWDING)
+    assert found(masked=True, left_bound=True) == found(True, masked=True) == (16, CROWDING)
+    assert found(True) == found(True, masked=True, left_bound=True) == (16, None)
+    assert found(varlen=True) == found(varlen=True, masked=True) == (16, None)
 
 
 def test_values_that_do_not_fit_are_refused() -> None:

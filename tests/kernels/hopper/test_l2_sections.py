@@ -6,13 +6,17 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attnlib import S2Pattern
 from attnlib.kernels.common import device, l2_sections
+from attnlib.kernels.common.l2_sections import Heads, Sections
 from attnlib.kernels.common.signature import Signature
 from attnlib.kernels.hopper import launch
 from attnlib.kernels.hopper.configs import SPLIT, HopperConfig, hopper_config
-from attnlib.kernels.hopper.configs_backward import hopper_backward_config
+from attnlib.kernels.hopper.configs_backward import CROWDING, BackwardKind, hopper_backward_config
+from attnlib.kernels.hopper.sharing import Launched
 from attnlib.params import MaskWindow
 
 
@@ -24,19 +28,19 @@ def last_end(costs: Iterable[float]) -> float:
     return max(sms)
 
 
-def busiest_over_mean(heads: int, group: int, length: int, section: int) -> float:
-    """Of causal programs of 128 keys that start in the order of `by_sections` on whichever SM is free; the
-    mean is no shorter than the longest program."""
-    blocks = -(-length // 128)
-    # A step is 64 queries; a program has about three more at its beginning and end.
-    work = [(-(-length // 64) - 2 * block) * group + 3 for block in range(blocks)]
+def heads_of(heads: int, group: int, length: int, *, width: int = 128, left: int | None = None) -> Heads:
+    """Key heads under a diagonal, with the work of programs that visit the whole group and stay."""
+    config = hopper_backward_config(width, stays=True, kind=BackwardKind(masked=True))
+    return Launched(config, heads, group, length, length, width, width, left, 0).key_heads(group)
+
+
+def busiest_over_mean(heads: Heads, sections: Sections) -> float:
+    """Of programs that start in the order of `by_sections` on whichever SM is free, each with as much work as
+    it says; the mean is no shorter than the longest program."""
     order = (
-        steps
-        for first in range(0, heads, section)
-        for steps in work
-        for _ in range(min(section, heads - first))
+        work for first, end in sections.spans(heads.number) for work in heads.work for _ in range(end - first)
     )
-    return last_end(order) / max(sum(work) * heads / l2_sections.SMS, work[0])
+    return last_end(order) / max(sum(heads.work) * heads.number / l2_sections.SMS, max(heads.work))
 
 
 def shapes() -> list[tuple[int, int, int]]:
@@ -45,27 +49,87 @@ def shapes() -> list[tuple[int, int, int]]:
     return [(draw.randint(1, 40), draw.choice((1, 1, 2, 4, 8)), draw.randint(300, 9000)) for _ in range(60)]
 
 
-def section_of(heads: int, length: int) -> int:
-    return hopper_backward_config(128).heads_per_section(heads, 8, -(-length // 128), length, 128)
+def chosen(heads: Heads, l2_bytes: int = 16 << 20) -> Sections:
+    return l2_sections.balanced(heads, l2_bytes, CROWDING)
 
 
 @pytest.mark.parametrize(("heads", "group", "length"), shapes())
-def test_few_programs_end_together(heads: int, group: int, length: int) -> None:
-    section = section_of(heads, length)
-    assert 1 <= section <= heads
-    assert busiest_over_mean(heads, group, length, section) < 1.16
+def test_programs_end_together(heads: int, group: int, length: int) -> None:
+    launched = heads_of(heads, group, length)
+    sections = chosen(launched)
+    assert 1 <= sections.size <= heads and sections.size & (sections.size - 1) == 0
+    assert sections.last % sections.size == 0 and 0 <= sections.last < heads
+    assert busiest_over_mean(launched, sections) < 1.16
 
 
 def test_sections_by_the_cache_alone_do_not() -> None:
     """So the test above can fail: eight key heads with 32 blocks each, one after the other."""
-    assert busiest_over_mean(8, 8, 4096, 1) > 1.5
-    assert section_of(8, 4096) == 8
+    launched = heads_of(8, 8, 4096)
+    assert busiest_over_mean(launched, Sections(1)) > 1.5
+    assert busiest_over_mean(launched, chosen(launched)) < 1.05
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "length", "left", "expected"),
+    [
+        (128, 64, 4096, None, (4, 4)), (128, 32, 4000, None, (4, 4)), (96, 64, 4096, None, (4, 8)),
+        (128, 16, 8192, None, (2, 2)), (128, 64, 4096, 1023, (8, 16)),
+    ],
+)  # fmt: skip
+def test_sections_that_were_the_fastest_or_nearly(width, heads, length, left, expected) -> None:
+    """Heads of a section and of the last one, beside others on an H200 (docs/lab/hopper-backward.md)."""
+    sections = chosen(heads_of(heads, 1, length, width=width, left=left))
+    assert (sections.size, heads - sections.last) == expected
 
 
 @pytest.mark.parametrize(("heads", "length"), [(64, 4096), (32, 8192), (16, 16384)])
-def test_of_many_programs_the_cache_decides(heads: int, length: int) -> None:
-    section = section_of(heads, length)
-    assert 8 * length * 128 * section <= hopper_backward_config(128).l2_bytes < 16 * length * 128 * section
+def test_the_cache_decides_how_many_are_together(heads: int, length: int) -> None:
+    launched = heads_of(heads, 1, length)
+    size = launched.together(16 << 20)
+    assert launched.nbytes * size <= 16 << 20 < launched.nbytes * 2 * size
+    assert launched.together(0) == 1 and launched.together(1 << 40) == heads
+
+
+def test_what_a_section_has_beyond_the_cache_costs() -> None:
+    """Programs of 100 heads in three blocks: the last section has more than fits where that is free."""
+    heads = Heads(100, (9.0, 5.0, 1.0), 1 << 20)
+    free, costly = (l2_sections.balanced(heads, 4 << 20, crowding) for crowding in (0.0, 1.0))
+    assert heads.number - free.last > 4 >= heads.number - costly.last
+
+
+@pytest.mark.parametrize("visited", [1, 4])
+def test_how_many_heads_the_last_section_has_at_most(visited: int) -> None:
+    """96 MiB of them, and twice as many as the others where programs visit several query heads."""
+    sizes = set()
+    for number in range(1, 160):
+        heads = Heads(number, (9.0, 5.0, 1.0), 1 << 20, visited)
+        sections = l2_sections.balanced(heads, 4 << 20, 0.0)
+        assert number - sections.last <= (96 if visited == 1 else 2 * sections.size)
+        sizes.add(sections.size)
+    assert sizes <= ({1, 2, 4} if visited == 1 else {1, 2, 4, 8, 16})
+
+
+def test_the_model_is_the_launch_in_its_order() -> None:
+    """Whose programs take what their work says here, and up to 5% more or less there."""
+    for heads in (heads_of(12, 1, 3000), heads_of(200, 1, 3000)):
+        for sections in Sections(4), Sections(4, heads.number - 8):
+            work = busiest_over_mean(heads, sections) * sum(heads.work) * heads.number / l2_sections.SMS
+            assert l2_sections.finished(heads, sections) == pytest.approx(work, rel=0.04)
+
+
+@given(number=st.integers(1, 60), size=st.integers(1, 12), last=st.none() | st.integers(0, 8))
+def test_spans_have_each_head_once(number: int, size: int, last: int | None) -> None:
+    sections = Sections(size, None if last is None else min(last * size, (number - 1) // size * size))
+    spans = list(sections.spans(number))
+    assert [head for first, end in spans for head in range(first, end)] == list(range(number))
+    assert all(end - first == size for first, end in spans[:-1])
+    assert last is None or spans[-1][0] == sections.last
+
+
+def test_sequences_of_any_lengths_have_equal_sections_where_they_are_few() -> None:
+    """The model knows nothing of varlen sequences: what decides is the number of blocks of keys."""
+    assert l2_sections.key_heads(8, 32, 4096, 128, 16 << 20) == 8
+    assert l2_sections.key_heads(64, 32, 4096, 128, 16 << 20) == 4
 
 
 def s2_over_mean(seqlen: int, leads: bool) -> float:
@@ -102,7 +166,15 @@ def test_long_columns_do_not_come_last(seqlen: int, without: float) -> None:
 
 @pytest.mark.parametrize(("group", "section"), [(1, 4), (4, 1), (8, 1)])
 def test_at_256_columns_all_query_heads_of_a_group_count(group: int, section: int) -> None:
-    assert hopper_backward_config(256).heads_per_section(64, group, 64, 2048, 256) == section
+    launched = Launched(hopper_backward_config(256), 64, group, 2048, 2048, 256, 256, None, None)
+    heads = launched.key_heads(group)
+    assert heads.together(16 << 20) == section and heads.visited == 1
+    assert launched._replace(config=hopper_backward_config(128)).key_heads(group).visited == group
+
+
+def test_of_a_window_the_rows_that_it_reaches_count() -> None:
+    all_rows, reached = (heads_of(8, 1, 16384, left=left).nbytes for left in (None, 1023))
+    assert all_rows == 8 * 16384 * 128 and reached == 8 * (1023 + 128) * 128
 
 
 # ---------------------------------------------------------------- forward
