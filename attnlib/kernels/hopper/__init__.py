@@ -20,7 +20,7 @@ from attnlib.kernels.hopper.configs_backward import (
 )
 from attnlib.kernels.hopper.filled import cut_off, filled_up
 from attnlib.kernels.hopper.launch import forward
-from attnlib.kernels.hopper.sharing import in_order, staying
+from attnlib.kernels.hopper.sharing import in_order, of_sequences, staying
 from attnlib.kernels.hopper.support import slower, unsupported
 from attnlib.params import Params
 
@@ -66,13 +66,14 @@ def configuration(
             chosen = hopper_backward_config(q.shape[-1], params.deterministic, stays=True, kind=kind)
         if chosen is None or H == H_kv:
             return chosen
-        rows = mean_rows(S_q, S_k, params.window)
+        how = chosen.width(q.shape[-1]), H // H_kv, mean_rows(*call.mean_lengths(), params.window), kind
         if params.deterministic:
-            return in_order(chosen, rows, kind)
+            return in_order(chosen, *how)
+        if kind.varlen:
+            return of_sequences(chosen, *how)
         if not chosen.persistent:
             return chosen
-        stays = staying(chosen, chosen.width(q.shape[-1]), H // H_kv, rows, kind)
-        return stays or hopper_backward_config(q.shape[-1], kind=kind)
+        return staying(chosen, *how) or hopper_backward_config(q.shape[-1], kind=kind)
     keys = seen = None
     if params.window.left is None and not params.window.right:
         keys, seen = S_k, mean_keys(S_q, S_k, params.window)

@@ -213,8 +213,8 @@ SHORT_BYTES, KEYS_96_BYTES, GROUPS_BYTES, DENSE_BYTES = 8 << 20, 24 << 20, 40 <<
 of heads without a group with 64; of other sequences with 96; of groups with 64, four fifths of the L2. The
 last: without a mask, but with 64 keys a program."""
 CROWDING, GROUPS_CROWDING = 0.0024, 0.0008
-"""`crowding` under a mask; the second beyond 128 columns where query heads share key heads. Both fit what 60
-calls took in five orders each (docs/lab/hopper-backward.md)."""
+"""`crowding` under a mask; the second beyond 128 columns where query heads share key heads. With both the
+chosen orders were the fastest of those that were timed, or nearly (docs/lab/hopper-backward.md)."""
 ORDER_BYTES, DENSE_ORDER_BYTES = 16 << 20, 40 << 20
 """`l2_bytes` beyond 128 columns where sums have an order: the first under a mask and of varlen sequences, the
 second of batches without a mask."""
@@ -297,12 +297,21 @@ _IN_ORDER = {
 }
 """The same where sums have an order, in programs of one tile; found on an H200."""
 _IN_ORDER_STAYS = {64: (None, _IN_TURNS_64), 96: (None, _IN_TURNS_96), 128: _STAYS[128]}
-"""And in programs that stay; None: those of one tile are faster. At D = 128 without a mask programs stay at
-all lengths: they take 1.018 times a call without an order at 4096 tokens, those of one tile 1.046, and at
-16384 tokens 1.013 and 1.006."""
+"""And in programs that stay; None: those of one tile are as fast, but see `_stays_in_order`. At D = 128
+without a mask programs stay at all lengths: they take 1.018 times a call without an order at 4096 tokens,
+those of one tile 1.046, and at 16384 tokens 1.013 and 1.006."""
 LONG_ROWS, LONG_STAGGER = 16384, 1200
 """From so many rows on, programs of 128 columns without a mask have one tile, and this `stagger`, where sums
 have no order."""
+
+
+def _stays_in_order(width: int, kind: BackwardKind) -> dict | None:
+    """What changes in programs that stay, whose sums have an order; None where they have one tile. With 64
+    columns and no mask they stay in float16 and in short sequences: time over a call without an order 1.03
+    for 1.16 at 1024 tokens, and in float16 1.03 for 1.07 at 4096."""
+    if width == 64 and not kind.masked and (kind.float16 or kind.short):
+        return _STAYS_FLOAT16 if kind.float16 else _STAYS[64][0]
+    return _IN_ORDER_STAYS.get(width, (None, None))[kind.masked]
 
 
 def own_values_backward_config(
@@ -348,7 +357,7 @@ def hopper_backward_config(
     chosen = _CHOSEN[width] if split is None else SPLIT[split]
     if deterministic:
         changes = _IN_ORDER.get(split or width, ({}, {}))[kind.masked]
-        staying = _IN_ORDER_STAYS.get(split or width, (None, None))[kind.masked]
+        staying = _stays_in_order(split or width, kind)
         if stays and not kind.varlen and staying is not None:
             changes = staying | {"persistent": True}
         return replace(chosen, deterministic=True, crowding=_crowding_in_order(chosen, kind), **changes)

@@ -148,6 +148,8 @@ ROWS_IN_ORDER = 512
 """With fewer rows that see a key, programs whose sums have an order visit whole groups. With 512, at D = 128,
 one head and whole groups took the same time while the launch before still set the sums to 0 that programs
 store; without that one head should be faster, which was not timed."""
+ROWS_OF_SEQUENCES = 256
+"""With fewer rows that see a key, on average, programs of varlen sequences visit whole groups; not timed."""
 SHORT_ROWS, SHORT_ROWS_SLOW = 384, 768
 """With fewer rows that see a key a program of 96 keys visits one query head. On an H200 two were the faster
 ones with 512 rows and one with 256; on an H100, whose memory is slower, two with 1024 and one with 564."""
@@ -177,26 +179,51 @@ def staying(
     return replace(config, visited=visited)
 
 
-def in_order(config: HopperBackwardConfig, rows: float, kind: BackwardKind) -> HopperBackwardConfig:
+def of_sequences(
+    config: HopperBackwardConfig, width: int, group: int, rows: float, kind: BackwardKind
+) -> HopperBackwardConfig:
+    """What grouped heads of varlen sequences get under a diagonal: programs that visit two of eight query
+    heads, and with 64 keys a program two of four. Measured on an H200 with two key heads or four, whose
+    launches have few programs: 1.02 to 1.26 times as fast up to 128 columns, 1.01 to 1.03 at 256. Of four
+    heads a program visits all up to 128 columns: with two it was 0.80 to 1.03 times as fast. With 96 keys a
+    program `query_heads` decides.
+
+    Args: as of `staying`.
+    """
+    most = 4 if config.block_n == 64 else 8
+    if not kind.masked or kind.left_bound or config.block_n == 96 or group < most or rows < ROWS_OF_SEQUENCES:
+        return config
+    share = 2 if config.block_n == 64 else 4
+    return replace(config, visited=max(visited for visited in divisors(group) if share * visited <= group))
+
+
+def in_order(
+    config: HopperBackwardConfig, width: int, group: int, rows: float, kind: BackwardKind
+) -> HopperBackwardConfig:
     """What grouped heads get where sums have an order. Under a diagonal the shortest programs come first. The
     longest ones, of whole groups, would end the launch: calls took 1.3 to 1.7 times as long as without an
     order. Programs that visit one query head leave sums of dK and dV of their own, which are added up
     afterwards. So calls take 1.1 to 1.4 times as long (docs/lab/hopper-backward.md), and more memory, about
-    twice that of the sums of dQ.
+    twice that of the sums of dQ. Of varlen sequences they do so beyond 128 columns, and in groups of eight
+    with 128; in the others whole groups were as fast or faster.
 
     Args: as of `staying`.
     """
-    if not kind.masked or kind.left_bound or kind.varlen or rows < ROWS_IN_ORDER:
+    if not kind.masked or kind.left_bound:
+        return config
+    if kind.varlen and config.block_n == 128 and (width < 128 or group < 8):
+        return config
+    if rows < (ROWS_OF_SEQUENCES if kind.varlen else ROWS_IN_ORDER):
         return config
     return replace(config, visited=1, added=False)
 
 
 def query_heads(call: Signature) -> int:
     """How many query heads of a group one program visits. It visits all of deterministic calls that
-    `in_order` leaves alone, of most varlen sequences, whose programs the model does not know, and up to 128
-    columns of windows with a left bound. Beyond 128 columns it visits at most one or two of a group of four
-    and more under a diagonal, but for `WHOLE_ROWS`: so it was faster than the model knows in all lengths,
-    with 96 keys in varlen sequences, too (docs/lab/hopper-backward.md).
+    `in_order` leaves alone, of varlen sequences that `of_sequences` leaves alone, whose programs the model
+    does not know, and up to 128 columns of windows with a left bound. Beyond 128 columns it visits at most
+    one or two of a group of four and more under a diagonal, but for `WHOLE_ROWS`: so it was faster than the
+    model knows in all lengths, with 96 keys in varlen sequences, too (docs/lab/hopper-backward.md).
 
     Raises:
         ValueError: the configuration says a number that does not divide the group.

@@ -392,12 +392,12 @@ def test_consumers_that_alternate_in_programs_that_stay(name: str, order: str) -
 # ---------------------------------------------------------------- the same bits
 
 
-def sums_apart(D: int, D_v: int | None = None) -> HopperBackwardConfig:
-    """What grouped heads with many rows get under a diagonal."""
-    kind = BackwardKind(masked=True, alone=False)
+def sums_apart(D: int, D_v: int | None = None, varlen: bool = False) -> HopperBackwardConfig:
+    """What grouped heads with many rows get under a diagonal, in groups of 8."""
+    kind = BackwardKind(masked=True, alone=False, varlen=varlen)
     if D_v is not None:
-        return in_order(own_values_backward_config(D, D_v, True, kind), 512, kind)
-    return in_order(hopper_backward_config(D, True, D <= 128, kind), 512, kind)
+        return in_order(own_values_backward_config(D, D_v, True, kind), 192, 8, 512, kind)
+    return in_order(hopper_backward_config(D, True, D <= 128, kind), D, 8, 512, kind)
 
 
 IN_ORDER = {
@@ -424,6 +424,12 @@ IN_ORDER = {
     "160 columns, sums apart": Call(160, 2, 1, 100, 200, config=sums_apart(160)),
     "values of 128, sums apart": Call(192, 2, 1, 100, 200, D_v=128, config=sums_apart(192, 128)),
     "256 columns, sums apart": Call(256, 3, 1, 70, 140, config=sums_apart(256)),
+    "varlen, sums apart": Call(
+        128, 2, 1, varlen=((150, 170), (0, 50), (90, 90)), config=sums_apart(128, varlen=True)
+    ),
+    "varlen, 192 columns, sums apart": Call(
+        192, 2, 1, varlen=((70, 100), (90, 90)), config=sums_apart(192, varlen=True)
+    ),
 }
 
 
@@ -442,7 +448,7 @@ def bits_of_runs(call: Call) -> set[bytes]:
 
 ORDERED = with_more(
     ["dense", "128 columns, batches", "256 columns", "80 columns", "varlen", "window on both sides",
-     "192 columns, values of 128", "64 columns, sums apart", "128 columns, sums apart"],
+     "192 columns, values of 128", "64 columns, sums apart", "128 columns, sums apart", "varlen, sums apart"],
     IN_ORDER,
 )  # fmt: skip
 

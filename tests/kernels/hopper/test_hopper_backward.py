@@ -152,16 +152,17 @@ def test_it_runs_calls_that_want_the_same_bits(head_dim, deterministic, monkeypa
 
 
 def test_which_programs_stay_on_their_sm() -> None:
-    """Not of two grouped heads with few rows, in varlen sequences, nor beyond 128 columns. Where sums have an
-    order, without a mask only of 97 to 128 columns. Consumers alternate, but for kinds that were faster
-    without."""
+    """Not of two grouped heads with few rows, in varlen sequences, nor beyond 128 columns. Where sums of so
+    short sequences have an order, not of 65 to 96 columns without a mask. Consumers alternate, but for kinds
+    that were faster without."""
     dtypes, windows = (torch.float16, torch.bfloat16), (MaskWindow(None, None), MaskWindow(None, 0))
     for head_dim, dtype in product(range(8, 257, 8), dtypes):
         q, k = (torch.zeros(1, heads, 130, head_dim, dtype=dtype) for heads in (4, 2))
         for window, deterministic in product(windows, (False, True)):
             params = Params(window, SCALE, deterministic=deterministic)
             config = hopper.configuration(q, q, q, params, backward=True)
-            in_order = deterministic and head_dim <= 128 and (head_dim > 96 or window == windows[1])
+            few = window == windows[0] and 64 < head_dim <= 96
+            in_order = deterministic and head_dim <= 128 and not few
             assert config.persistent is (in_order or (head_dim <= 128 and not deterministic))
             assert config.bulk is (head_dim <= 64)
             drift = window == windows[0] and (
@@ -169,7 +170,7 @@ def test_which_programs_stay_on_their_sm() -> None:
             )
             in_turns = config.persistent and not drift
             if deterministic:  # both consumers of 65 to 80 columns would add to the same 16, so they have 96
-                in_turns = head_dim <= 128
+                in_turns = 64 < head_dim <= 128 or (head_dim <= 64 and not drift)
             assert config.alternate is in_turns
             assert hopper.configuration(q, k, k, params, backward=True).persistent is in_order
             tokens, starts = q[0].transpose(0, 1), torch.tensor([0, 130], dtype=torch.int32)
@@ -239,6 +240,47 @@ def test_grouped_heads_in_order_have_sums_of_their_own(columns: tuple[int, int])
     whole = None, True
     assert visited(1024, MaskWindow(None, 0)) == (1, False) and visited(1000, MaskWindow(None, 0)) == whole
     assert visited(4096, MaskWindow(1023, 0)) == visited(4096, MaskWindow(None, None)) == whole
+
+
+@pytest.mark.parametrize(("dtype", "keys", "stays"), [
+    (torch.float16, 16384, True), (torch.bfloat16, 2047, True), (torch.bfloat16, 2048, False)
+])  # fmt: skip
+def test_which_dense_calls_of_64_columns_stay_in_order(dtype: torch.dtype, keys: int, stays: bool) -> None:
+    """With dQ in bulk, as without an order but for the sections, where they stay."""
+    q = torch.empty(1, 1, keys, 64, dtype=dtype, device="meta")
+    free, ordered = (
+        hopper.configuration(q, q, q, Params(MaskWindow(None, None), SCALE, deterministic=d), backward=True)
+        for d in (False, True)
+    )
+    assert ordered.bulk and ordered.persistent is stays
+    if stays:
+        assert ordered == replace(free, deterministic=True, l2_bytes=16 * MB)
+
+
+def varlen_config(columns: int, group: int, S: int, deterministic: bool, mask: tuple) -> HopperBackwardConfig:
+    """Of two sequences of S and S tokens, with the configuration's own columns."""
+    starts = torch.tensor([0, S, 2 * S], dtype=torch.int32)
+    q, k = (torch.empty(2 * S, n, columns, dtype=torch.float16, device="meta") for n in (group, 1))
+    params = Params(MaskWindow(*mask), SCALE, Varlen(starts, starts, S, S), deterministic=deterministic)
+    return hopper.configuration(q, k, k, params, backward=True)
+
+
+@pytest.mark.parametrize(
+    ("columns", "group", "visited", "in_order"),
+    [
+        (64, 8, 2, None), (96, 8, 2, None), (128, 8, 2, 1), (128, 16, 4, 1), (64, 4, None, None),
+        (128, 4, None, None), (192, 8, None, 1), (192, 4, None, 1), (256, 4, 2, 1), (256, 2, None, 1),
+    ],
+)  # fmt: skip
+def test_how_many_query_heads_of_varlen_sequences_programs_visit(columns, group, visited, in_order) -> None:
+    """As docs/lab/hopper-backward.md has measured it, under a diagonal; whole groups of short sequences, of
+    windows and without a mask."""
+    long = [varlen_config(columns, group, 1024, d, (None, 0)) for d in (False, True)]
+    assert [config.visited for config in long] == [visited, in_order]
+    assert long[1].added is (in_order is None)
+    for S, mask in ((500, (None, 0)), (1024, (300, 0)), (1024, (None, None))):
+        for deterministic in (False, True):
+            assert varlen_config(columns, group, S, deterministic, mask).visited is None
 
 
 @pytest.mark.parametrize(
