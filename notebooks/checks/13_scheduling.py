@@ -93,3 +93,44 @@ def check_owned_attention(owned_attention):
         late = [job for job, (r, c) in enumerate(zip(released, leaves, strict=False), 1) if r > c]
         assert not late, "right, but Q's buffer is released only after the copy of O was started"
         assert len(released) == len(leaves), "each job of a consumer releases Q once and stores O once"
+
+
+def _lengths(work, heads, section, last, mib, fits, price):
+    """In the order in which jobs are drawn, with the price of each section."""
+    found, first = [], 0
+    while first < heads:
+        together = heads - first if first >= last else min(section, heads - first)
+        slower = 1 + price * max(together * mib - fits, 0)
+        found += [length * slower for length in work for _ in range(together)]
+        first += together
+    return found
+
+
+def check_choose(choose):
+    """No pair ends a launch earlier."""
+    diagonal = [63 - 2 * block + 1.2 for block in range(32)]
+    window = [17.2] * 24 + [2.0 * n + 1.2 for n in range(8, 0, -1)]
+    cases = (
+        (diagonal, 32, 3.1, 16, 0.0),
+        (diagonal, 32, 3.1, 16, 0.0012),
+        (window, 24, 6.3, 16, 0.01),
+        ([300.0, 1.0], 97, 1.0, 2, 0.1),
+    )
+    for work, heads, mib, fits, price in cases:
+        case = f"{len(work)} jobs a head, {heads} heads of {mib} MiB, {price} for each MiB beyond {fits}"
+        section, last = choose(list(work), heads, mib, fits, price)
+        assert section in [1 << n for n in range(heads.bit_length())], (
+            f"{case}: expected a power of two up to {heads}, got {section}"
+        )
+        assert 0 <= last < heads and last % section == 0, (
+            f"{case}: expected a multiple of {section} below {heads}, got {last}"
+        )
+        ends = {
+            (size, head): _makespan(_lengths(work, heads, size, head, mib, fits, price), 0.0, 132)
+            for size in (1 << n for n in range(heads.bit_length()))
+            for head in range(0, heads, size)
+        }
+        best = min(ends, key=ends.__getitem__)
+        assert ends[section, last] <= ends[best] * (1 + 1e-9), (
+            f"{case}: ends at {ends[section, last]:.1f} with {section, last}, at {ends[best]:.1f} with {best}"
+        )

@@ -107,6 +107,9 @@ PLANTED = {
         ("early_attention", "start_scores(mem, i + 1, W", "start_scores(mem, i, W", "Race|Deadlock"),
     ),
     "13_scheduling": (
+        ("choose", "heads - first if first >= last else section", "section", "ends at"),
+        ("choose", "max(together * mib - fits, 0)", "0", "ends at"),
+        ("choose", "range(0, heads, section)]", "range(0, heads)]", "expected a multiple"),
         ("order", "first == LAST, HEADS - LAST", "first == LAST, SECTION", "expected .block, head."),
         ("order", "* SECTION, LAST)", "* SECTION, HEADS)", "expected .block, head."),
         ("order", "number - first * blocks", "number - first", "expected .block, head."),
