@@ -58,7 +58,8 @@ class Sections(NamedTuple):
 
 UNEVEN = 0.05
 """In the model of a launch programs take up to so much more or less than their work says."""
-_FACTORS = [1 + UNEVEN * uniform(-1, 1) for uniform in [Random(0).uniform] for _ in range(1009)]
+_random = Random(0)
+_FACTORS = [1 + UNEVEN * _random.uniform(-1, 1) for _ in range(1009)]
 MOST_WAVES = 16
 """The model follows the last programs, of so many for each SM: those before keep all SMs busy."""
 CROWDED_BYTES = 96 << 20

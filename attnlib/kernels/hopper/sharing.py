@@ -64,7 +64,9 @@ class Launched(NamedTuple):
         begin = BEGIN_STAYS if config.persistent else BEGIN
         leave = self._sums / LEAVE_BYTES / self._step if share > 1 else 0
         work = tuple(visited * self._steps(block) + begin + leave for block in range(self._blocks))
-        rows = self.rows if self.left is None else min(self.rows, self.left + config.block_n)
+        rows = self.rows
+        if self.left is not None and self.right is not None:
+            rows = min(rows, self.left + self.right + config.block_n)
         counted = visited if config.whole_groups else 1
         return Heads(self.heads * share, work, 8 * rows * counted * self.width, visited // counted)
 

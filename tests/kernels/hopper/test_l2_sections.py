@@ -172,9 +172,25 @@ def test_at_256_columns_all_query_heads_of_a_group_count(group: int, section: in
     assert launched._replace(config=hopper_backward_config(128)).key_heads(group).visited == group
 
 
-def test_of_a_window_the_rows_that_it_reaches_count() -> None:
-    all_rows, reached = (heads_of(8, 1, 16384, left=left).nbytes for left in (None, 1023))
-    assert all_rows == 8 * 16384 * 128 and reached == 8 * (1023 + 128) * 128
+@pytest.mark.parametrize(
+    ("left", "right", "rows"),
+    [
+        (None, 0, 16384), (1023, 0, 1023 + 128), (1023, 500, 1523 + 128), (1023, None, 16384),
+        (16300, 0, 16384),
+    ],
+)  # fmt: skip
+def test_of_a_window_the_rows_that_it_reaches_count(left: int | None, right: int | None, rows: int) -> None:
+    """A bound on one side alone leaves a key with queries up to the sequence's end."""
+    config = hopper_backward_config(128)
+    launched = Launched(config, 8, 1, 16384, 16384, 128, 128, left, right)
+    assert launched.key_heads(1).nbytes == 8 * rows * 128
+
+
+def test_very_long_heads_have_sections_of_one() -> None:
+    """One head has more programs than the model follows."""
+    assert chosen(heads_of(4, 1, 1 << 20)) == Sections(1)
+    heads = heads_of(4, 1, 1 << 20)
+    assert l2_sections.finished(heads, Sections(1)) == pytest.approx(4 * sum(heads.work) / l2_sections.SMS)
 
 
 # ---------------------------------------------------------------- forward
