@@ -36,7 +36,6 @@ FA3_COLUMNS = 64, 96, 128, 192, 256
 UNKNOWN = "unknown"
 KNOWN = {
     ("backward", 96, None): "inferred: one of two parts of K and V in registers, not both",
-    ("backward", 128, None): UNKNOWN,
     ("backward", 128, "dense"): f"{UNKNOWN}; it is not the wait for Q",
     ("backward", 192, None): f"{UNKNOWN}; in the kernel, not in the passes around it",
 }
