@@ -2,6 +2,7 @@
 many that its SMs end together."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from heapq import heapreplace
 from random import Random
 from typing import NamedTuple
@@ -83,10 +84,13 @@ def finished(heads: Heads, sections: Sections) -> float:
     return max(ends)
 
 
+@lru_cache(maxsize=256)
 def balanced(heads: Heads, l2_bytes: int, crowding: float) -> Sections:
     """The sections of a backward pass whose programs differ in length. A program is a block of keys, the
     longest ones first in each section, so those of the last section begin when most others have ended. A
     large last section has short ones enough to fill the end, but more than the L2 holds.
+
+    Answers are kept: grouped heads ask for the same sections several times, and each takes milliseconds.
 
     Args:
         heads: with their work.
@@ -95,7 +99,7 @@ def balanced(heads: Heads, l2_bytes: int, crowding: float) -> Sections:
     """
     best, least = Sections(1, None), float("inf")
     fitting = heads.together(l2_bytes)
-    sizes = [fitting, max(fitting // 2, 1)]
+    sizes = [size for size in (fitting, fitting // 2) if size]
     if heads.visited > 1:
         sizes += [size for size in (2 * fitting, 4 * fitting) if size < 2 * heads.number]
     for size in sizes:

@@ -66,14 +66,15 @@ def configuration(
             chosen = hopper_backward_config(q.shape[-1], params.deterministic, stays=True, kind=kind)
         if chosen is None or H == H_kv:
             return chosen
-        how = chosen.width(q.shape[-1]), H // H_kv, mean_rows(*call.mean_lengths(), params.window), kind
+        width = chosen.width(q.shape[-1])
+        how = H // H_kv, mean_rows(*call.mean_lengths(), params.window), kind
         if params.deterministic:
-            return in_order(chosen, *how)
+            return in_order(chosen, width, *how)
         if kind.varlen:
             return of_sequences(chosen, *how)
         if not chosen.persistent:
             return chosen
-        return staying(chosen, *how) or hopper_backward_config(q.shape[-1], kind=kind)
+        return staying(chosen, width, *how) or hopper_backward_config(q.shape[-1], kind=kind)
     keys = seen = None
     if params.window.left is None and not params.window.right:
         keys, seen = S_k, mean_keys(S_q, S_k, params.window)

@@ -220,26 +220,29 @@ ORDER_BYTES, DENSE_ORDER_BYTES = 16 << 20, 40 << 20
 second of batches without a mask."""
 
 
-def _crowding(config: HopperBackwardConfig, kind: BackwardKind) -> float:
+def _crowding(config: HopperBackwardConfig, kind: BackwardKind) -> float | None:
+    """None where the last section is like the others."""
+    if not kind.masked or kind.varlen:
+        return None
     return CROWDING if kind.alone or config.block_n == 128 else GROUPS_CROWDING
 
 
-def _in_sections(config: HopperBackwardConfig, kind: BackwardKind) -> HopperBackwardConfig:
-    """With the sections of heads of a batch, where sums have no order."""
-    if kind.varlen:
-        return config
+def _l2_bytes(config: HopperBackwardConfig, kind: BackwardKind) -> int:
+    """`l2_bytes` where sums have no order."""
+    if kind.varlen or kind.left_bound:
+        return config.l2_bytes
     if not kind.masked:
-        return config if config.block_n == 64 else replace(config, l2_bytes=DENSE_BYTES)
-    crowding = _crowding(config, kind)
-    if kind.left_bound:
-        return replace(config, crowding=crowding)
+        return config.l2_bytes if config.block_n == 64 else DENSE_BYTES
     if config.block_n == 64:
-        l2_bytes = SHORT_BYTES if kind.alone else GROUPS_BYTES
-    elif config.block_n == 96:
-        l2_bytes = SHORT_BYTES if kind.short else KEYS_96_BYTES
-    else:
-        l2_bytes = config.l2_bytes
-    return replace(config, l2_bytes=l2_bytes, crowding=crowding)
+        return SHORT_BYTES if kind.alone else GROUPS_BYTES
+    if config.block_n == 96:
+        return SHORT_BYTES if kind.short else KEYS_96_BYTES
+    return config.l2_bytes
+
+
+def _in_sections(config: HopperBackwardConfig, kind: BackwardKind) -> HopperBackwardConfig:
+    """With the sections of heads where sums have no order."""
+    return replace(config, l2_bytes=_l2_bytes(config, kind), crowding=_crowding(config, kind))
 
 
 def keys96_config(
@@ -248,7 +251,7 @@ def keys96_config(
     """What is fastest on an H200 (docs/lab/hopper-backward.md). columns, value_columns: of a tile, None for
     as many."""
     values = columns if value_columns is None else value_columns
-    shared = not kind.alone and not kind.left_bound  # under a window a program visits a whole group
+    shared = not kind.alone and not kind.left_bound  # under a window groups take the pauses of other heads
     config = replace(KEYS_96, query_columns=columns, value_columns=values)
     if values < columns or kind.varlen:
         return replace(config, early_mask=kind.masked and values < columns)
@@ -269,7 +272,7 @@ def _in_order(wide: HopperBackwardConfig, kind: BackwardKind) -> HopperBackwardC
 
 
 def _crowding_in_order(config: HopperBackwardConfig, kind: BackwardKind) -> float | None:
-    return None if not kind.masked or kind.left_bound or kind.varlen else _crowding(config, kind)
+    return None if kind.left_bound else _crowding(config, kind)
 
 
 _IN_TURNS = {"alternate": True}

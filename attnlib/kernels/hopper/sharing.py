@@ -140,6 +140,11 @@ def divisors(group: int) -> list[int]:
     return [n for n in range(1, group + 1) if group % n == 0]
 
 
+def part_of(group: int, parts: int) -> int:
+    """The largest divisor of the group that goes into it `parts` times or more."""
+    return max(n for n in divisors(group) if parts * n <= group)
+
+
 TIE = 1.02
 """Two query heads are taken rather than one where the model says less than this between them: timed they were
 as fast or faster."""
@@ -177,12 +182,12 @@ def staying(
     elif group < 8 or not kind.masked or (width == 64 and kind.left_bound):
         visited = group
     else:
-        visited = max(visited for visited in divisors(group) if 4 * visited <= group)
+        visited = part_of(group, 4)
     return replace(config, visited=visited)
 
 
 def of_sequences(
-    config: HopperBackwardConfig, width: int, group: int, rows: float, kind: BackwardKind
+    config: HopperBackwardConfig, group: int, rows: float, kind: BackwardKind
 ) -> HopperBackwardConfig:
     """What grouped heads of varlen sequences get under a diagonal: programs that visit two of eight query
     heads, and with 64 keys a program two of four. Measured on an H200 with two key heads or four, whose
@@ -190,13 +195,14 @@ def of_sequences(
     heads a program visits all up to 128 columns: with two it was 0.80 to 1.03 times as fast. With 96 keys a
     program `query_heads` decides.
 
-    Args: as of `staying`.
+    Args: as of `staying`, without `width`.
     """
-    most = 4 if config.block_n == 64 else 8
-    if not kind.masked or kind.left_bound or config.block_n == 96 or group < most or rows < ROWS_OF_SEQUENCES:
+    least, parts = (4, 2) if config.block_n == 64 else (8, 4)
+    if not kind.masked or kind.left_bound or config.block_n == 96:
         return config
-    share = 2 if config.block_n == 64 else 4
-    return replace(config, visited=max(visited for visited in divisors(group) if share * visited <= group))
+    if group < least or rows < ROWS_OF_SEQUENCES:
+        return config
+    return replace(config, visited=part_of(group, parts))
 
 
 def in_order(
