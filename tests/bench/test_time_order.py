@@ -36,9 +36,9 @@ def test_forms_differ_in_the_kind_of_program_and_in_the_order_of_consumers_alone
 
 @pytest.mark.parametrize("cell", time_pauses.CELLS, ids=lambda cell: cell.label)
 def test_forms_differ_in_pauses_alone(cell):
-    """And beside them is what the call gets, whose pauses may be another number."""
+    """And one of them is what the call gets."""
     chosen, *forms = time_pauses.forms_of(cell).values()
-    assert {replace(form, pause_every=chosen.pause_every) for form in forms} == {chosen}
+    assert chosen in forms and {replace(form, pause_every=chosen.pause_every) for form in forms} == {chosen}
     assert [form.pause_every for form in forms] == list(time_pauses.EVERY)
 
 

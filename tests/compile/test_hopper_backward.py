@@ -31,6 +31,7 @@ from attnlib.kernels.hopper import (
 )
 from attnlib.kernels.hopper.backward_wide_kernel import END
 from attnlib.kernels.hopper.configs_backward import (
+    DENSE,
     SPLIT,
     BackwardKind,
     HopperBackwardConfig,
@@ -67,7 +68,7 @@ OPTION_SPILLS = {
     (64, "ordered turns bulk dense"): 4, (64, "ordered persistent bulk dense"): 6,
     (96, "ordered turns early causal"): 16, (96, "ordered turns early both sides"): 18,
     (96, "ordered turns early apart causal"): 10, (128, "ordered turns causal"): 6,
-    (128, "ordered turns dense"): 4, (128, "ordered turns both sides"): 8,
+    (128, "ordered turns dense"): 4, (128, "ordered turns both sides"): 6,
     (128, "ordered turns apart causal"): 8, (256, "ordered apart causal"): 0,
     (128, "deterministic causal"): 10,
     (128, "deterministic dense"): 2, (128, "deterministic varlen window"): 20,
@@ -193,10 +194,11 @@ OWN_LOADS = {(256, "shared varlen window"): 5, (192, "varlen dense"): 6, (PAIR, 
 
 
 def columns_of(
-    name: int | str, deterministic: bool = False, masked: bool = False
+    name: int | str, deterministic: bool = False, kind: BackwardKind = DENSE
 ) -> tuple[int, int, HopperBackwardConfig]:
-    """Those of queries and of values, and the configuration."""
-    kind = BackwardKind(masked and deterministic)
+    """Those of queries and of values, and the configuration, which the kind decides where sums have an
+    order."""
+    kind = kind if deterministic else DENSE
     if name == PAIR:
         return 192, 128, own_values_backward_config(192, 128, deterministic, kind)
     return name, name, hopper_backward_config(name, deterministic, kind=kind)
@@ -234,10 +236,11 @@ def is_shared(option: str) -> bool:
     return "shared" in option or "apart" in option
 
 
-def is_masked(kind: str) -> bool:
-    """Keys are hidden, but for those that fill a block up."""
+def kind_of(kind: str) -> BackwardKind:
+    """A block that is filled up makes no mask."""
     causal, _, *asked = KINDS[kind]
-    return causal or any(asked[:2])
+    shifted, left, varlen = (*asked, False, False, False)[:3]
+    return BackwardKind(causal or shifted or left, left_bound=left, varlen=varlen)
 
 
 @gluon.jit
@@ -255,7 +258,7 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool], s
     name, kind, dtype = case
     option, kind = option_of(kind)
     deterministic = is_in_order(option)
-    columns, _, config = columns_of(name, deterministic, is_masked(kind))
+    columns, _, config = columns_of(name, deterministic, kind_of(kind))
     if option in FORMS:
         config = replace(config, **FORMS[option])
     causal, tail, *asked = KINDS[kind]
@@ -358,7 +361,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     uniform = (not shared or stays) if width in (64, 80, 96, 128) else not deterministic
     assert not uniform or max(moved) <= 8, "addresses are taken for different in each thread"
     paused = [sum("NANOSLEEP" in text for text in listing) for listing in stats.loop_listings]
-    every = columns_of(width, deterministic, is_masked(kind))[2].pause_every
+    every = columns_of(width, deterministic, kind_of(kind))[2].pause_every
     every = FORMS.get(option, {}).get("pause_every", every)
     parts = ADDED_TOGETHER.get(width, [max(ADDITIONS[width])])
     pauses = sum(-(-part // every) for part in parts) if every else 0

@@ -1,13 +1,14 @@
 """Time how often a warpgroup of the Hopper backward pass pauses between its additions to dQ, on this GPU.
 
-    ATTNLIB_FA3=... python tests/gpu/time_pauses.py    some 40 s; figures/data/<gpu>/pauses.json
+    ATTNLIB_FA3=... python tests/gpu/time_pauses.py    less than a minute; figures/data/<gpu>/pauses.json
 
 Table `pauses`: calls of chapter 19's plane, 4096 tokens, bfloat16, shuffled rounds with cold L2. Forms: what
 calls get, and the same without pauses ("0"), with one after each addition of a thread ("1"), after every
-second, fourth and eighth; and FlashAttention-3 where ATTNLIB_FA3 names its library. Nothing else differs
-between the forms of a call, and the one that a call gets is timed under both names. ms and TFLOP/s, medians,
-and round_ms. The gradients are judged before and after, the last key head against fp64 and all heads against
-the first form's. Nothing wrong is timed. Status 0 when all were right, 1 otherwise, 2 without a Hopper GPU.
+second, third, fourth and eighth; and FlashAttention-3 where ATTNLIB_FA3 names its library. Nothing else
+differs between the forms of a call, and the one that a call gets is timed under both names. ms and TFLOP/s,
+medians, and round_ms. The gradients are judged before and after, the last key head against fp64 and all
+heads against the first form's. Nothing wrong is timed. Status 0 when all were right, 1 otherwise, 2 without
+a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ RECORD = "pauses"
 NAMES = [f"{columns}-{kind}-4096" for columns in (256, 192, 160, 128)
          for kind in ("causal", "dense", "window", "gqa8")]  # fmt: skip
 CELLS = [tune_backward.cell_of(name) for name in NAMES]
-EVERY = 0, 1, 2, 4, 8
+EVERY = 0, 1, 2, 3, 4, 8
 ROUNDS = 8
 
 
