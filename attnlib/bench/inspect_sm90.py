@@ -30,6 +30,7 @@ from typing import Any
 from attnlib.bench import compiler, imports, sass, sources
 from attnlib.bench.files import write_atomically
 from attnlib.bench.paths import ROOT
+from attnlib.bench.reused_barriers import reused_barriers
 from attnlib.kernels.common.launcher import FUSED
 
 # Limits of sm_90, from the tables "Technical Specifications per Compute Capability" and "Throughput of Native
@@ -46,7 +47,7 @@ _ALU = "ISETP FSETP FSEL SEL FMNMX VIMNMX IADD3 VIADD LEA LOP3 PLOP3 SHF F2FP".s
 KERNEL_SECONDS = 600
 """How long one kernel may take to compile; usual are 0.5 to 2 s, tens of them on a busy machine."""
 
-_VERSION = 10  # part of the cache key: raise it when the meaning of Stats changes
+_VERSION = 11  # part of the cache key: raise it when the meaning of Stats changes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Stats:
     instructions of each of `loops` as text, in program order; loop_stalls: the clocks after each, until
     its warp may issue the next, as the assembler has set them; listing: those of the whole kernel.
     warnings: what ptxas remarked, such as "(C7510) Potential Performance Loss: wgmma.mma_async
-    instructions are serialized ...".
+    instructions are serialized ...", and what `reused_barriers` found.
     """
 
     name: str
@@ -367,7 +368,10 @@ def stats_of(compiled: Any, log: str) -> Stats:
         spills=int(re.search(r"STACK:(\d+)", resources)[1]) // 4,
         shared_bytes=compiled.metadata.shared,
         num_warps=compiled.metadata.num_warps,
-        warnings=tuple(re.findall(r"\(C\d+\).*|(?<=warning : ).*", log)),
+        warnings=(
+            *re.findall(r"\(C\d+\).*|(?<=warning : ).*", log),
+            *reused_barriers(compiled.asm["ttgir"]),
+        ),
     )
     _unread.append((stats, sass.code_of(cubin)))
     return stats

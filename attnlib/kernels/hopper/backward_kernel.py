@@ -535,7 +535,7 @@ def attention_backward_hopper(
         told = new_next_tile()
         counter_ptr = counter_ptr.to(gl.pointer_type(gl.int32))
     if plan.granted:
-        turns = new_turns(2)
+        turns = new_turns(2, plan)
     if plan.bulk:
         desc_sums = together(desc_sums, desc_sums_right)
         sums, sums_free = new_buffers(desc_sums, plan), barriers(2, 1)

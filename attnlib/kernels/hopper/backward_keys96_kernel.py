@@ -471,7 +471,7 @@ def attention_backward_hopper_keys96(
         desc_dv = Keys(_each(desc_dv, values), _each(desc_dv_few, values))
     turns = None
     if plan.deterministic:
-        turns = new_turns(1)
+        turns = new_turns(1, plan)
     mem = Memory(
         Keys(column_parts.buffers(desc_k.most, 1), column_parts.buffers(desc_k.few, 1)),
         Keys(column_parts.buffers(desc_v.most, 1), column_parts.buffers(desc_v.few, 1)),

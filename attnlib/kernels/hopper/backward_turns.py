@@ -27,14 +27,19 @@ class Turns(NamedTuple):
 
     granted: gl.shared_memory_descriptor  # the turn has come, and what was added before is known to have been
     added: gl.shared_memory_descriptor  # by the warpgroups that add dQ
-    told: gl.shared_memory_descriptor  # where a plan is persistent; a phase is a tile, from the second one on
+    told: gl.shared_memory_descriptor  # where a plan is persistent; a phase is a tile, from the second one on.
+    # Elsewhere `granted` once more, because a function of Gluon can't return None in a tuple.
 
 
 @gluon.jit
-def new_turns(WARPGROUPS: gl.constexpr):
-    """For so many warpgroups that add to dQ. `told` is made where nobody needs it, too: a function of Gluon
-    can't return None in a tuple."""
-    return Turns(barriers(1, 2).index(0), barriers(1, WARPGROUPS).index(0), barriers(1, 1).index(0))
+def new_turns(WARPGROUPS: gl.constexpr, plan: gl.constexpr):
+    """For so many warpgroups that add to dQ."""
+    granted = barriers(1, 2).index(0)
+    added = barriers(1, WARPGROUPS).index(0)
+    told = granted
+    if plan.persistent:
+        told = barriers(1, 1).index(0)
+    return Turns(granted, added, told)
 
 
 # ---------------------------------------------------------------- consumers

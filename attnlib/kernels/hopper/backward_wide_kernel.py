@@ -356,7 +356,7 @@ def attention_backward_hopper_wide(
         desc_dk, desc_dv = (desc_dk,), (desc_dv,)
     turns = None
     if plan.deterministic:
-        turns = new_turns(1)
+        turns = new_turns(1, plan)
     mem = Memory(
         column_parts.buffers(desc_k, 1),
         column_parts.buffers(desc_v, 1),

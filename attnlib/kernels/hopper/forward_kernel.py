@@ -474,7 +474,7 @@ def _memory(desc_q, desc_k, desc_v, out, plan: gl.constexpr):
         barriers(plan.pipeline.warpgroups, 1),  # q_free
         k_full,
         v_full,
-        barriers(plan.pipeline.stages, plan.pipeline.warpgroups),  # kv_free
+        None if plan.pipeline.named else barriers(plan.pipeline.stages, plan.pipeline.warpgroups),  # kv_free
         barriers(2, 1),  # drawn
     )
 

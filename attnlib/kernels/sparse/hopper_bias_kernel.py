@@ -63,7 +63,6 @@ class Memory(NamedTuple):
     bias: gl.shared_memory_descriptor  # [2, 64, 128]
     told: gl.shared_memory_descriptor  # [4 * WORDS, LANES]
     k_full: gl.shared_memory_descriptor
-    kv_free: gl.shared_memory_descriptor
 
 
 class Work(NamedTuple):
@@ -335,7 +334,6 @@ def attention_sparse_bias_gradient_hopper(
         gl.allocate_shared_memory(plan.bias_type, [2, 64, TILE], bias_layout),
         new_words(4 * WORDS, LANES),
         barriers(stages, 1),
-        barriers(stages, 2),
     )
     fence_async_shared()
     counter_ptr = counter_ptr.to(gl.pointer_type(gl.int32))

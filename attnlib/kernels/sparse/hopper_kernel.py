@@ -571,7 +571,7 @@ def _memory(desc_q, desc_k, desc_v, desc_o, desc_words, desc_bias, plan: gl.cons
         barriers(2 * plan.q_buffers, 1),  # q_free
         k_full,
         v_full,
-        barriers(stages, 2),  # kv_free
+        None if plan.pipeline.named else barriers(stages, 2),  # kv_free
         bias_full,
         barriers(2, 1),  # drawn
     )
