@@ -452,7 +452,7 @@ def attention_bsfa_forward_hopper(
         barriers(2, 1),  # q_free
         barriers(plan.pipeline.stages, 1),  # k_full
         barriers(4, 1),  # v_full
-        None if plan.pipeline.named else barriers(plan.pipeline.stages, 2),  # kv_free
+        barriers(plan.pipeline.stages, 2),  # kv_free
         barriers(2, 1),  # drawn
     )
     fence_async_shared()

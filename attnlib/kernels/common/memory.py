@@ -9,7 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
-    """N mbarriers, each of which completes a phase after ARRIVALS arrivals."""
+    """N mbarriers, each of which completes a phase after ARRIVALS arrivals.
+
+    Make none that a plan does not use: its memory would go to another buffer without having been invalidated,
+    see `bench.reused_barriers`."""
     bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
         mbarrier.init(bars.index(i), count=ARRIVALS)

@@ -113,8 +113,8 @@ class Memory(NamedTuple):
     q_full: gl.shared_memory_descriptor
     q_free: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    kv_free: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor  # k_full once more with `joint`
+    kv_free: gl.shared_memory_descriptor  # k_full once more with `named`, which needs none
     drawn: gl.shared_memory_descriptor
 
 
@@ -463,6 +463,9 @@ def _memory(desc_q, desc_k, desc_v, out, plan: gl.constexpr):
     v_full = k_full
     if not plan.pipeline.joint:
         v_full = barriers(plan.pipeline.stages, 1)
+    kv_free = k_full
+    if not plan.pipeline.named:
+        kv_free = barriers(plan.pipeline.stages, plan.pipeline.warpgroups)
     return Memory(
         column_parts.buffers(desc_q, plan.pipeline.warpgroups),
         column_parts.buffers(desc_k, plan.pipeline.stages),
@@ -474,7 +477,7 @@ def _memory(desc_q, desc_k, desc_v, out, plan: gl.constexpr):
         barriers(plan.pipeline.warpgroups, 1),  # q_free
         k_full,
         v_full,
-        None if plan.pipeline.named else barriers(plan.pipeline.stages, plan.pipeline.warpgroups),  # kv_free
+        kv_free,
         barriers(2, 1),  # drawn
     )
 

@@ -87,8 +87,8 @@ class Memory(NamedTuple):
     q_full: gl.shared_memory_descriptor
     q_free: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    kv_free: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor  # k_full once more with `joint`
+    kv_free: gl.shared_memory_descriptor  # k_full once more with `named`, which needs none
     bias_full: gl.shared_memory_descriptor
     drawn: gl.shared_memory_descriptor
 
@@ -552,6 +552,9 @@ def _memory(desc_q, desc_k, desc_v, desc_o, desc_words, desc_bias, plan: gl.cons
     v_full = k_full
     if not plan.pipeline.joint:
         v_full = barriers(stages, 1)
+    kv_free = k_full
+    if not plan.pipeline.named:
+        kv_free = barriers(stages, 2)
     places: gl.constexpr = 2 * stages if plan.partial else 1
     o, bias, bias_full = 0, 0, 0
     if not plan.ahead:
@@ -571,7 +574,7 @@ def _memory(desc_q, desc_k, desc_v, desc_o, desc_words, desc_bias, plan: gl.cons
         barriers(2 * plan.q_buffers, 1),  # q_free
         k_full,
         v_full,
-        None if plan.pipeline.named else barriers(stages, 2),  # kv_free
+        kv_free,
         bias_full,
         barriers(2, 1),  # drawn
     )
