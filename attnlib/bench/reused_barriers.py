@@ -1,10 +1,10 @@
 """mbarriers of a compiled kernel whose shared memory is also used for something else.
 
-Triton gives the memory of a buffer to another one when nothing uses it any more. For an mbarrier that is not
-enough: its memory may be used for something else only after `mbarrier.invalidate` (PTX ISA, "mbarrier.inval").
-A kernel that forgets this is right in nearly every run. On an H200 the first words of the buffer that had got
-a barrier's memory were overwritten when several processes shared the GPU, and in no run of one process alone
-(docs/lab/hopper-backward.md, "Other bits, found").
+Triton gives the memory of a buffer to another one when nothing uses it any more. For an mbarrier that is
+not enough: its memory may be used for something else only after `mbarrier.invalidate` (PTX ISA,
+"mbarrier.inval"). A kernel that forgets this is right in nearly every run. On an H200 the first words of a
+buffer that had a barrier's memory were overwritten when several processes shared the GPU, and in no run of
+one process alone (docs/lab/hopper-backward.md, "Other bits, found").
 
 Triton's own pass says where things lie, so this needs no GPU.
 """

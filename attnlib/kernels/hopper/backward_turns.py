@@ -27,8 +27,9 @@ class Turns(NamedTuple):
 
     granted: gl.shared_memory_descriptor  # the turn has come, and what was added before is known to have been
     added: gl.shared_memory_descriptor  # by the warpgroups that add dQ
-    told: gl.shared_memory_descriptor  # where a plan is persistent; a phase is a tile, from the second one on.
-    # Elsewhere `granted` once more, because a function of Gluon can't return None in a tuple.
+    # Where a plan is persistent; a phase is a tile, from the second one on. Elsewhere `granted` once more,
+    # because a function of Gluon can't return None in a tuple.
+    told: gl.shared_memory_descriptor
 
 
 @gluon.jit
