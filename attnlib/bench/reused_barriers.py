@@ -95,11 +95,11 @@ def _uses(text: str, buffers: dict[str, _Place]) -> dict[str, set[str]]:
     for line in text.splitlines():
         if not (operation := re.search(r"\b(?:ttn?g|nvws)\.\w+", line)):
             continue
-        roots = {root[name] for name in re.findall(r"%([\w#]+)", line.split(" = ")[-1]) if name in root}
+        roots = {root[name] for name in re.findall(r"%([\w#]+)", line) if name in root}
         part = re.match(r"\s*%(\w+) = ttg\.memdesc_", line)
         for name in roots:
             if part:
                 root[part[1]] = name
-            else:
+            elif operation[0] != "ttg.local_alloc":
                 used[name].add(operation[0])
     return {name: operations for name, operations in used.items() if "ttng.init_barrier" in operations}

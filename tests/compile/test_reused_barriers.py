@@ -62,6 +62,11 @@ def _waits(bar, x_ptr):
 
 
 @gluon.jit
+def _waits_only(bar):
+    mbarrier.wait(bar, 0)
+
+
+@gluon.jit
 def _arrives(bar):
     mbarrier.arrive(bar, count=1)
 
@@ -70,6 +75,16 @@ def _arrives(bar):
 def divided_among_warps(x_ptr):
     bar = barriers(1, 1).index(0)
     gl.warp_specialize([(_waits, (bar, x_ptr)), (_arrives, (bar,))], [1], [24])
+
+
+@gluon.jit
+def divided_among_others(x_ptr):
+    """The first warps know nothing of the barrier."""
+    bar = barriers(2, 1)
+    gl.warp_specialize(
+        [(_through_shared_memory, (x_ptr,)), (_arrives, (bar.index(1),)), (_waits_only, (bar.index(1),))],
+        [1, 1], [24, 24],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -85,6 +100,7 @@ CASES = {
     invalidated: [],
     used_to_the_end: [],
     divided_among_warps: [],
+    divided_among_others: [],
     unused_before_warps: ["never used", "shares its memory"],
 }
 
