@@ -81,7 +81,8 @@ def _places(text: str) -> tuple[dict[str, _Place], list[_Place]]:
             of = re.search(_SHAPE, line[line.rindex("!ttg.memdesc<") :])
             bits = _BITS.get(of["dtype"]) or int(re.sub(r"\D", "", of["dtype"]))
             size = math.prod(map(int, of["shape"][:-1].split("x"))) * bits // 8
-            buffers[alloc[1]] = _Place(f"%{alloc[1]}", start, start + size)
+            kind = of["shape"] + of["dtype"]
+            buffers[alloc[1]] = _Place(f"%{alloc[1]} ({kind})", start, start + size)
         else:
             operation = re.search(r"\b(?:ttn?g|tt)\.\w+", line)
             others.append(_Place(operation[0] if operation else line.strip()[:40], start, start + 1))

@@ -26,8 +26,20 @@ class Barrier:
         if count < 1 or self.count:
             raise Race(f"{self.name}: initialized twice, or with a count of {count}")
         self.count = count
-        self.program.barriers.append(self)
+        if self.phase & 1:  # initialized again: it begins with parity 0
+            self.waited.add(self.phase)
+            self.phase += 1
+        if self not in self.program.barriers:
+            self.program.barriers.append(self)
         self.program.to_fence(self, self.program.current.now)
+
+    def invalidate(self) -> None:
+        """Nobody may use it until it is initialized again."""
+        if not self.count:
+            raise Race(f"{self.name}: invalidated before it is initialized")
+        if self.arrived or self.missing:
+            raise Race(f"{self.name}: invalidated in the middle of a phase")
+        self.count = 0
 
     def fence(self, when: int) -> None:
         self.fenced = when
@@ -38,6 +50,8 @@ class Barrier:
         return event(self.component, self.phase + 1)
 
     def arrive(self, count: int = 1, expected: int = 0) -> None:
+        if not self.count:
+            raise Race(f"{self.program.current} arrives at {self.name}, which is not initialized")
         self.arrived += count
         self.missing += expected
         if self.arrived > self.count:
@@ -62,6 +76,8 @@ class Barrier:
         """Until the phase of this parity is complete, as the hardware tells it: by the last bit alone."""
         if parity not in (0, 1):
             raise ValueError(f"{self.name}: expected a parity of 0 or 1, got {parity}")
+        if not self.count:
+            raise Race(f"{self.program.current} waits for {self.name}, which is not initialized")
         self.program.machine.wait(
             lambda: self.phase & 1 != parity,
             lambda: f"{self.name}, parity {parity} (phase {self.phase}: {self.arrived} of {self.count} "

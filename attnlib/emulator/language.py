@@ -117,6 +117,7 @@ class Language:
             expect=lambda barrier, size, pred=True: pred and barrier.arrive(expected=int(size)),
             arrive=lambda barrier, count=1: barrier.arrive(int(count)),
             wait=lambda barrier, parity: barrier.wait(int(parity)),
+            invalidate=lambda barrier: barrier.invalidate(),
         )  # fmt: skip
         self.tma = SimpleNamespace(
             async_copy_global_to_shared=self._copy_in, async_copy_shared_to_global=self._copy_out,

@@ -473,6 +473,39 @@ def test_the_report_has_phases_that_nobody_waited_for() -> None:
     assert report.unwaited == tuple((program, "barrier", phase) for program in (0, 1) for phase in (0, 2))
 
 
+@gluon.jit
+def again_after(BUG: gl.constexpr):
+    bar = barriers(1, 1).index(0)
+    mbarrier.arrive(bar, count=1)
+    mbarrier.wait(bar, 0)
+    if BUG == "in a phase":
+        mbarrier.expect(bar, 16)
+    mbarrier.invalidate(bar)
+    if BUG == "twice":
+        mbarrier.invalidate(bar)
+    if BUG == "an arrival":
+        mbarrier.arrive(bar, count=1)
+    if BUG == "a wait":
+        mbarrier.wait(bar, 0)
+    mbarrier.init(bar, count=2)
+    mbarrier.arrive(bar, count=1)
+    mbarrier.arrive(bar, count=1)
+    mbarrier.wait(bar, 0)
+
+
+def test_a_barrier_that_is_invalidated() -> None:
+    assert run(again_after, (1,), "").unwaited == ()
+    said = {
+        "in a phase": "barrier: invalidated in the middle of a phase",
+        "twice": "barrier: invalidated before it is initialized",
+        "an arrival": "arrives at barrier, which is not initialized",
+        "a wait": "waits for barrier, which is not initialized",
+    }
+    for bug, message in said.items():
+        with pytest.raises(Race, match=message):
+            run(again_after, (1,), bug)
+
+
 # ---------------------------------------------------------------- named barriers
 
 
