@@ -215,7 +215,24 @@ def plane_table() -> str:
             cells[way] = f"{median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
             words = Counter(plane.verdict_of(row).word for row in rows)
             cells[f"{way} cells"] = f"{words[FASTER]}, {words[TIE]}, {words[SLOWER]}"
-    return _shown(lines, columns, table)
+    return f"{_shown(lines, columns, table)}\n\n{losses(table.rows)}"
+
+
+def losses(rows: Iterable[dict]) -> str:
+    """In a sentence: where attnlib is slower than FlashAttention-3 in the plane, and by how much."""
+    slower = [row for row in rows if plane.verdict_of(row).word == SLOWER]
+    if not slower:
+        return "attnlib is slower than FlashAttention-3 in no cell."
+    found: dict[tuple, list[int]] = {}
+    for row in sorted(slower, key=lambda row: (row["head_dim"], row["kind"], row["dtype"], row["seqlen"])):
+        key = row["pass"], row["head_dim"], plane.KINDS[row["kind"]].label, row["dtype"]
+        found.setdefault(key, []).append(row["seqlen"])
+    calls = "; ".join(
+        f"{way}, D = {d}, {label}{', fp16' if dtype == 'float16' else ''}, S = {', '.join(map(str, lengths))}"
+        for (way, d, label, dtype), lengths in found.items()
+    )
+    ends = " to ".join(f"{1 - edge(row['ratio'] for row in slower):.1%}" for edge in (max, min))
+    return f"attnlib is slower than FlashAttention-3 in {len(slower)} cells, by {ends}: {calls}."
 
 
 def approximate_tables() -> str:
