@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 import re
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-_BITS = {"f8E4M3FN": 8, "f8E5M2": 8, "bf16": 16}
+_BITS = {"f8E4M3FN": 8, "f8E5M2": 8}
 _SHAPE = r"(?P<shape>(?:\d+x)+)(?P<dtype>\w+)"
 
 
@@ -30,19 +31,19 @@ class _Place(NamedTuple):
 
 
 def reused_barriers(ttgir: str) -> list[str]:
-    """A sentence for each mbarrier that is never invalidated and whose memory is used for something else, or
-    that no one waits for and none arrives at. ttgir: text of a compiled kernel (`asm["ttgir"]`)."""
+    """A sentence for each array of mbarriers that are not all invalidated and whose memory is used for
+    something else, or that no one waits for and none arrives at. ttgir: text of a compiled kernel
+    (`asm["ttgir"]`)."""
     if "ttng.init_barrier" not in ttgir:
         return []
     text = _allocated(ttgir)
     buffers, others = _places(text)
-    used = _uses(text, buffers)
     found = []
-    for name in used:
-        if "ttng.inval_barrier" in used[name]:
+    for name, used in _uses(text, buffers).items():
+        if used["ttng.inval_barrier"] >= used["ttng.init_barrier"]:  # loops over barriers are unrolled
             continue
         barrier = buffers[name]
-        if used[name] <= {"ttng.init_barrier"}:
+        if used.keys() <= {"ttng.init_barrier"}:
             found.append(f"mbarrier %{name} is made and never used")
         for place in (*buffers.values(), *others):
             if place is not barrier and barrier.start < place.end and place.start < barrier.end:
@@ -71,28 +72,35 @@ def _allocated(ttgir: str) -> str:
 
 
 def _places(text: str) -> tuple[dict[str, _Place], list[_Place]]:
-    """Buffers by name, and what else has memory, whose size the text does not tell: its first byte."""
+    """Buffers by name, and what else has memory: of what is kept while a layout changes at most the tensor,
+    of other operations, whose size the text does not tell, the first byte."""
     buffers, others = {}, []
     for line in text.splitlines():
         if not (offset := re.search(r"allocation\.offset = (\d+)", line)):
             continue
         start = int(offset[1])
         if alloc := re.search(r"%(\w+) = ttg\.local_alloc", line):
-            of = re.search(_SHAPE, line[line.rindex("!ttg.memdesc<") :])
-            bits = _BITS.get(of["dtype"]) or int(re.sub(r"\D", "", of["dtype"]))
-            size = math.prod(map(int, of["shape"][:-1].split("x"))) * bits // 8
-            kind = of["shape"] + of["dtype"]
-            buffers[alloc[1]] = _Place(f"%{alloc[1]} ({kind})", start, start + size)
-        else:
-            operation = re.search(r"\b(?:ttn?g|tt)\.\w+", line)
-            others.append(_Place(operation[0] if operation else line.strip()[:40], start, start + 1))
+            kind = re.search(_SHAPE, line[line.rindex("!ttg.memdesc<") :])
+            place = _Place(f"%{alloc[1]} ({kind[0]})", start, start + _nbytes(kind))
+            buffers[alloc[1]] = place
+            continue
+        operation = re.search(r"\b(?:ttn?g|tt)\.\w+", line)
+        name = operation[0] if operation else line.strip()[:40]
+        tensor = re.search(f"tensor<{_SHAPE}", line) if name == "ttg.convert_layout" else None
+        others.append(_Place(name, start, start + (_nbytes(tensor) if tensor else 1)))
     return buffers, others
 
 
-def _uses(text: str, buffers: dict[str, _Place]) -> dict[str, set[str]]:
-    """The operations on each buffer that is initialised as a barrier."""
+def _nbytes(kind: re.Match[str]) -> int:
+    """Of a shape and a dtype that `_SHAPE` has found."""
+    bits = _BITS.get(kind["dtype"]) or int(re.sub(r"\D", "", kind["dtype"]))
+    return math.prod(map(int, kind["shape"][:-1].split("x"))) * bits // 8
+
+
+def _uses(text: str, buffers: dict[str, _Place]) -> dict[str, Counter[str]]:
+    """How often each operation has each buffer that is initialised as a barrier, or as an array of them."""
     root = {name: name for name in buffers}  # of a part of a buffer
-    used = {name: set() for name in buffers}
+    used: dict[str, Counter[str]] = {name: Counter() for name in buffers}
     for line in text.splitlines():
         if not (operation := re.search(r"\b(?:ttn?g|nvws)\.\w+", line)):
             continue
@@ -102,5 +110,5 @@ def _uses(text: str, buffers: dict[str, _Place]) -> dict[str, set[str]]:
             if part:
                 root[part[1]] = name
             elif operation[0] != "ttg.local_alloc":
-                used[name].add(operation[0])
-    return {name: operations for name, operations in used.items() if "ttng.init_barrier" in operations}
+                used[name][operation[0]] += 1
+    return {name: operations for name, operations in used.items() if operations["ttng.init_barrier"]}

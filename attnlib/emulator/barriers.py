@@ -19,6 +19,7 @@ class Barrier:
         self.missing = 0  # bytes, negative if they came before they were expected
         self.phase = 0  # number of the phase that is not complete
         self.waited: set[int] = set()  # phases that somebody waited for
+        self.waiting = 0  # partitions that do
         self.fenced = NEVER  # from when on copies know of it
         self._arriving, self._complete = Clock(), Clock()  # what those who arrived had seen
 
@@ -39,7 +40,10 @@ class Barrier:
             raise Race(f"{self.name}: invalidated before it is initialized")
         if self.arrived or self.missing:
             raise Race(f"{self.name}: invalidated in the middle of a phase")
+        if self.waiting:
+            raise Race(f"{self.name}: invalidated while somebody waits for it")
         self.count = 0
+        self.fenced, self._complete = NEVER, Clock()  # its next life tells nothing of this one
 
     def fence(self, when: int) -> None:
         self.fenced = when
@@ -78,11 +82,13 @@ class Barrier:
             raise ValueError(f"{self.name}: expected a parity of 0 or 1, got {parity}")
         if not self.count:
             raise Race(f"{self.program.current} waits for {self.name}, which is not initialized")
+        self.waiting += 1
         self.program.machine.wait(
             lambda: self.phase & 1 != parity,
             lambda: f"{self.name}, parity {parity} (phase {self.phase}: {self.arrived} of {self.count} "
             f"arrived, {self.missing} bytes missing)",
         )
+        self.waiting -= 1
         self.waited.add(self.phase - 1)
         self.program.current.clock.join(self._complete)
 

@@ -48,6 +48,38 @@ def invalidated(x_ptr):
 
 
 @gluon.jit
+def one_of_two_invalidated(x_ptr):
+    bars = barriers(2, 1)
+    for i in gl.static_range(2):
+        mbarrier.arrive(bars.index(i), count=1)
+        mbarrier.wait(bars.index(i), 0)
+    mbarrier.invalidate(bars.index(0))
+    _through_shared_memory(x_ptr)
+
+
+@gluon.jit
+def under_a_change_of_layouts(x_ptr):
+    """What that needs begins before the barrier: a buffer comes first, and both are dead then."""
+    _through_shared_memory(x_ptr)
+    bar = barriers(1, 1).index(0)
+    mbarrier.arrive(bar, count=1)
+    before = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rows: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    columns: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    before.store(gl.load(x_ptr + gl.arange(0, 128, layout=layout)))
+    x = before.load(layout)
+    mbarrier.wait(bar, 0)
+    at = gl.arange(0, 64, layout=gl.SliceLayout(1, rows))[:, None] * 64
+    at = at + gl.arange(0, 64, layout=gl.SliceLayout(0, rows))[None, :]
+    y = gl.convert_layout(gl.load(x_ptr + at), columns)
+    at = gl.arange(0, 64, layout=gl.SliceLayout(1, columns))[:, None]
+    at = at + gl.arange(0, 64, layout=gl.SliceLayout(0, columns))[None, :] * 64
+    gl.store(x_ptr + at, y)
+    gl.store(x_ptr + gl.arange(0, 128, layout=layout), x)
+
+
+@gluon.jit
 def used_to_the_end(x_ptr):
     bar = barriers(1, 1).index(0)
     mbarrier.arrive(bar, count=1)
@@ -98,6 +130,8 @@ CASES = {
     unused: ["never used", "shares its memory with %buffer"],
     forgotten: ["shares its memory with %buffer"],
     invalidated: [],
+    one_of_two_invalidated: ["shares its memory with %buffer"],
+    under_a_change_of_layouts: ["shares its memory with ttg.convert_layout"],
     used_to_the_end: [],
     divided_among_warps: [],
     divided_among_others: [],

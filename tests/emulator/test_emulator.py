@@ -506,6 +506,85 @@ def test_a_barrier_that_is_invalidated() -> None:
             run(again_after, (1,), bug)
 
 
+@gluon.jit
+def _copied(desc, bar, x, turn: gl.constexpr):
+    mbarrier.expect(bar, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [0, 0], bar, x)
+    mbarrier.wait(bar, 0)
+
+
+@gluon.jit
+def copies_after_both(desc, FENCED: gl.constexpr):
+    x = buffer(desc)
+    bar = barriers(1, 1).index(0)
+    fence_async_shared()
+    _copied(desc, bar, x, 0)
+    mbarrier.invalidate(bar)
+    mbarrier.init(bar, count=1)
+    if FENCED:
+        fence_async_shared()
+    _copied(desc, bar, x, 1)
+
+
+def test_copies_know_nothing_of_a_barrier_that_is_initialized_again() -> None:
+    run(copies_after_both, (1,), descriptor(halves(64, 32)), True)
+    with pytest.raises(Race, match="initialized without fence_async_shared"):
+        run(copies_after_both, (1,), descriptor(halves(64, 32)), False)
+
+
+@gluon.jit
+def _stores(x, bar, y_ptr):
+    x.store(gl.full([64], 5, gl.int32))
+    mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def _makes_anew(x, bar, y_ptr):
+    mbarrier.wait(bar, 0)
+    mbarrier.invalidate(bar)
+    mbarrier.init(bar, count=1)
+
+
+@gluon.jit
+def _waits_for_nothing(x, bar, y_ptr):
+    mbarrier.wait(bar, 1)  # returns at once where the barrier is new, and orders nothing
+    gl.store(y_ptr + gl.arange(0, 64), x.load())
+
+
+@gluon.jit
+def reads_in_the_next_life(y_ptr):
+    x = gl.allocate_shared_memory(gl.int32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bar = barriers(1, 1).index(0)
+    given = x, bar, y_ptr
+    gl.warp_specialize(
+        [(_stores, given), (_makes_anew, given), (_waits_for_nothing, given)], [1, 1], [24, 24]
+    )
+
+
+@gluon.jit
+def _waits(bar):
+    mbarrier.wait(bar, 0)
+
+
+@gluon.jit
+def _takes_away(bar):
+    mbarrier.invalidate(bar)
+
+
+@gluon.jit
+def taken_from_who_waits():
+    bar = barriers(1, 1).index(0)
+    gl.warp_specialize([(_waits, (bar,)), (_takes_away, (bar,))], [1], [24])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_barrier_has_one_life(seed: int) -> None:
+    with pytest.raises(Race):
+        run(reads_in_the_next_life, (1,), torch.zeros(64, dtype=torch.int32), order="random", seed=seed)
+    with pytest.raises(Race, match="invalidated while somebody waits for it|is not initialized"):
+        run(taken_from_who_waits, (1,), order="random", seed=seed)
+
+
 # ---------------------------------------------------------------- named barriers
 
 

@@ -43,7 +43,7 @@ class Heads(NamedTuple):
 
 class Sections(NamedTuple):
     """size: heads of a section; last: the head that the last one begins with, a multiple of `size`, which has
-    all heads from there on; None where it has as many as the others, or fewer."""
+    all heads from there on. None: it has as many as the others, or fewer."""
 
     size: int
     last: int | None = None
@@ -97,8 +97,9 @@ def balanced(heads: Heads, l2_bytes: int, crowding: float) -> Sections:
         l2_bytes: what a section reads and adds to without a loss.
         crowding: by which share of its time each MiB beyond that makes a section longer.
     """
-    best, least = Sections(1, None), float("inf")
     fitting = heads.together(l2_bytes)
+    # What is taken where a head has more programs than are followed.
+    best, least = Sections(fitting, (heads.number - 1) // fitting * fitting), float("inf")
     sizes = [size for size in (fitting, fitting // 2) if size]
     if heads.visited > 1:
         sizes += [size for size in (2 * fitting, 4 * fitting) if size < 2 * heads.number]

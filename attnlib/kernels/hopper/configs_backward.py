@@ -23,9 +23,8 @@ class HopperBackwardConfig:
         visited: query heads of a group that a program visits, a divisor of the group; None: chosen by
             `sharing.query_heads`.
         added: programs that share a key head add to one sum of its dK and dV; else each has sums of its own.
-        alternate: the two consumers start their products in turns, kept by barriers, instead of later; in
-            programs that stay from tile to tile. Not in the wide kernel, whose warpgroups do different
-            things.
+        alternate: the two consumers start their products in turns, kept by barriers, instead of later. Not
+            beyond 128 columns, where warpgroups do different things.
         bulk: dQ goes to memory through shared memory, see `backward_bulk`.
         persistent: a program stays on its SM and draws one tile after the other, see `backward_persistent`;
             not for varlen sequences.
@@ -33,7 +32,7 @@ class HopperBackwardConfig:
         pause_every: a warpgroup that adds dQ from its registers pauses after so many additions of each
             thread, see `backward_ring.add_sums`; 0: never. Not with `bulk`.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
-            out anew. Only the wide kernel has a warpgroup for dQ.
+            out anew. Only beyond 128 columns is there a warpgroup for dQ.
         max_registers: of a thread when the program starts.
         l2_bytes: what the heads that advance together read and add to should fit in here.
         crowding: the last of these sections has more heads where that ends the launch earlier, see
@@ -67,9 +66,7 @@ class HopperBackwardConfig:
     """Of each part of a tile, where it has parts."""
 
     def __post_init__(self) -> None:
-        if self.alternate and self.block_n != 128:
-            raise ValueError(f"alternate: expected False with block_n={self.block_n} (wide kernel), got True")
-        for option in ("bulk", "persistent"):
+        for option in ("alternate", "bulk", "persistent"):
             if getattr(self, option) and self.block_n != 128:
                 raise ValueError(f"{option}: expected False with block_n={self.block_n}, got True")
         if self.deterministic and self.visited is not None and self.added:

@@ -58,18 +58,18 @@ def prepare(call: Signature) -> BackwardPlan | None:
     B, H, H_kv, S_q, S_k = call.dimensions()
     config: HopperBackwardConfig = call.config
     width = config.width(call.head_dim)
-    if isinstance(config, Keys96BackwardConfig) and call.value_dim > config.value_columns:
+    keys_96 = isinstance(config, Keys96BackwardConfig)
+    if keys_96 and call.value_dim > config.value_columns:
         raise ValueError(f"value_columns: expected {call.value_dim} or more, got {config.value_columns}")
-    own_values = isinstance(config, Keys96BackwardConfig)
-    if call.value_dim > config.value_width(call.head_dim) or (call.own_value_dim and not own_values):
+    if call.own_value_dim is not None and not keys_96:
         raise ValueError(f"config: expected one for values of {call.value_dim} columns, got {config}")
+    keys = 96 if keys_96 else 64 if width > 128 else 128
+    if config.block_n != keys:
+        raise ValueError(f"block_n: expected {keys} for {width} columns, got {config.block_n}")
     first = preprocess(call, d_out, out, config.block_m, width, turns=config.deterministic)
     heads, padded = first.heads, first.padded
     left, right = call.window.clipped(S_q, S_k)
-    if call.varlen:  # sequence b begins with block cu_seqlens_k[b] // block_n + b, whatever the lengths are
-        heads_kv, num_n = H_kv, call.k[0] // config.block_n + B
-    else:
-        heads_kv, num_n = B * H_kv, -(-S_k // config.block_n)
+    heads_kv, num_n = H_kv if call.varlen else B * H_kv, sharing.key_blocks(call)
     visited = sharing.query_heads(call)
     keys = sharing.SharedKeys(call, H // H_kv // visited, heads_kv, num_n * config.block_n)
     shared = keys.share > 1
@@ -192,8 +192,10 @@ def descriptors(
     for (name, size), whole in zip(sizes.items(), windows, strict=False):
         if isinstance(config, Keys96BackwardConfig):  # three copies along the columns, of keys two of rows
             tensor = Part("d_out" if name == "do" else name)
-            for suffix, size in zip(("", "_few"), (64,) if name in ("q", "do") else (64, 32), strict=False):
-                block = (*ones, size, 64)
+            for suffix, rows_of_copy in zip(
+                ("", "_few"), (64,) if name in ("q", "do") else (64, 32), strict=False
+            ):
+                block = (*ones, rows_of_copy, 64)
                 # Products take 32 columns of a part of a tile of 160: a swizzle does not reach beyond them.
                 layout = gl.NVMMASharedLayout(128 if width == 192 else 64, 16, len(block))
                 found[f"desc_{name}{suffix}"] = Descriptor(tensor, whole, block, layout)

@@ -116,16 +116,23 @@ class Launched(NamedTuple):
         return SPREAD * 128 / self.config.block_n
 
 
+def key_blocks(call: Signature) -> int:
+    """Of a key head. Of varlen sequences together: sequence b begins with block
+    cu_seqlens_k[b] // block_n + b, whatever the lengths are."""
+    B, *_, S_k = call.dimensions()
+    block_n = call.config.block_n
+    return call.k[0] // block_n + B if call.varlen else -(-S_k // block_n)
+
+
 def sections(call: Signature, visited: int) -> Sections:
     """The key heads of a call that advance together, where a program visits so many query heads."""
     if not call.varlen:
         return call.config.sections(Launched.of(call).key_heads(visited))
-    config, (B, H, _, S_q, _) = call.config, call.dimensions()
+    config, (_, H, _, S_q, _) = call.config, call.dimensions()
     heads, rows, width = H // visited, S_q, config.width(call.head_dim)
     if config.whole_groups and visited > 1:
         return Sections(l2_sections.by_cache(heads, rows * visited, width, config.l2_bytes))
-    blocks = call.k[0] // config.block_n + B
-    return Sections(l2_sections.key_heads(heads, blocks, rows, width, config.l2_bytes))
+    return Sections(l2_sections.key_heads(heads, key_blocks(call), rows, width, config.l2_bytes))
 
 
 def chosen(call: Launched) -> int:

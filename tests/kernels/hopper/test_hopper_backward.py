@@ -339,7 +339,7 @@ def visits_of(plan, S_q: int, S_k: int, left, right) -> list[tuple[int, int, lis
 
 def test_only_two_equal_consumers_alternate() -> None:
     assert replace(hopper_backward_config(80), alternate=True).alternate
-    expected = r"^alternate: expected False with block_n=64 \(wide kernel\), got True$"
+    expected = r"^alternate: expected False with block_n=64, got True$"
     with pytest.raises(ValueError, match=expected):
         replace(hopper_backward_config(256), alternate=True)
 
@@ -383,7 +383,7 @@ def test_how_often_calls_pause() -> None:
         ({"value_columns": 64}, "value_columns: expected 128 or 192, got 64"),
         ({"query_columns": 176}, "query_columns: expected 160 or 192, got 176"),
         ({"query_columns": 160}, "value_columns: expected 128 or 160, got 192"),
-        ({"alternate": True}, r"alternate: expected False with block_n=96 \(wide kernel\), got True"),
+        ({"alternate": True}, r"alternate: expected False with block_n=96, got True"),
         ({"persistent": True}, "persistent: expected False with block_n=96, got True"),
     ],
 )  # fmt: skip
