@@ -17,6 +17,8 @@ from tuned_forms import DEFAULT, forms_of, table_of, varied
 from attnlib.bench import peers, plane
 from attnlib.bench.plane import Cell
 from attnlib.bench.shapes import Shape
+from attnlib.kernels.common import device
+from attnlib.kernels.hopper import launch_backward
 from attnlib.kernels.hopper.configs_backward import BackwardKind, hopper_backward_config, keys96_config
 from attnlib.kernels.reference.gradients import gradient_fp64
 
@@ -85,6 +87,31 @@ def test_a_kernel_is_compiled_once():
     assert tune_backward.kernels_of(dict.fromkeys(names, forms)) == [
         (name, form) for name in (names[0], names[2]) for form in (config, other)
     ]
+
+
+@pytest.mark.parametrize("name", ["192-dense-4096", "160-gqa2-4096", "64-gqa8-512", "128-window-4096"])
+def test_what_is_compiled_is_what_is_timed(name, monkeypatch):
+    """A tail of the keys, and programs that share a key head, make kernels of their own."""
+    monkeypatch.setattr(device, "num_sms", lambda index: 132)
+    monkeypatch.setattr(device, "bandwidth", lambda index: 37.0)
+    monkeypatch.setattr(device, "overlaps", lambda index: True)
+    asked = []
+
+    def calls_of(small, forms):
+        asked.extend((small, form) for form in forms.values())
+        return dict.fromkeys(forms, lambda: ())
+
+    monkeypatch.setattr(tune_backward, "calls_of", calls_of)
+    monkeypatch.setattr(tune_backward, "inputs", lambda small: ())
+    monkeypatch.setattr(tune_backward, "failure", lambda name, form, call: call())
+    cell = cell_of(name)
+    tune_backward.compile_one(name, default_of(cell))
+    small, timed = (
+        launch_backward.prepare(tune_backward.call_of(*one)).launches.launches[1]
+        for one in (*asked, (cell, default_of(cell)))
+    )
+    assert small.kernel == timed.kernel and small.constants == timed.constants
+    assert (small.scalars["LAST"] is None) == (timed.scalars["LAST"] is None)
 
 
 def gradients(cell, d_out, q, k, v):

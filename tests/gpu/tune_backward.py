@@ -43,6 +43,7 @@ from attnlib.bench.oracle import Judgement, make_inputs  # noqa: E402
 from attnlib.bench.plane import ALL as KINDS  # noqa: E402
 from attnlib.bench.plane import Cell  # noqa: E402
 from attnlib.kernels import hopper  # noqa: E402
+from attnlib.kernels.common.signature import Signature, signature  # noqa: E402
 from attnlib.kernels.hopper import sharing  # noqa: E402
 from attnlib.kernels.hopper.configs import HopperConfig  # noqa: E402
 from attnlib.kernels.hopper.configs_backward import HopperBackwardConfig  # noqa: E402
@@ -63,10 +64,8 @@ def cell_of(name: str) -> Cell:
     return cell._replace(shape=replace(cell.shape, head_dim_v=values[0])) if values else cell
 
 
-def default_of(
-    cell: Cell, backward: bool = True, device: str = "meta"
-) -> HopperBackwardConfig | HopperConfig:
-    """What calls get; forward it depends on the device."""
+def asked_of(cell: Cell, device: str = "meta") -> tuple[Tensor, Tensor, Tensor, Params]:
+    """Queries, keys and values of a call without numbers, and what it asks for."""
     shape, varlen = cell.shape, None
     before, after = (shape.batch,), (shape.seqlen,)  # around the heads
     if KINDS[cell.kind].varlen:
@@ -76,8 +75,21 @@ def default_of(
     heads = (shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.value_dim)
     dtype = getattr(torch, shape.dtype)
     q, k, v = (torch.empty(*before, n, *after, columns, dtype=dtype, device=device) for n, columns in heads)
-    params = Params(mask_window(shape.causal, KINDS[cell.kind].window), 1.0, varlen)
-    return hopper.configuration(q, k, v, params, backward)
+    return q, k, v, Params(mask_window(shape.causal, KINDS[cell.kind].window), 1.0, varlen)
+
+
+def default_of(
+    cell: Cell, backward: bool = True, device: str = "meta"
+) -> HopperBackwardConfig | HopperConfig:
+    """What calls get; forward it depends on the device."""
+    return hopper.configuration(*asked_of(cell, device), backward)
+
+
+def call_of(cell: Cell, form: HopperBackwardConfig) -> Signature:
+    """As the launcher sees a backward pass; its GPU has an H200's memory."""
+    q, k, v, params = asked_of(cell)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    return signature(params._replace(config=form), q, k, out, q, k, v, out)
 
 
 # ---------------------------------------------------------------- calls
@@ -122,9 +134,12 @@ def add_peer(calls: dict[str, Callable], cell: Cell, *tensors: Tensor) -> None:
 
 def compile_one(name: str, form: HopperBackwardConfig) -> str:
     """In a child: what it compiles stays in Triton's cache."""
-    cell = cell_of(name)
-    length = min(cell.shape.seqlen, 1152)  # beyond a window of the plane
+    cell, tokens = cell_of(name), cell_of(name).shape.seqlen
+    # Beyond a window of the plane, and as many keys in the last block as in the call that is timed.
+    length = min(tokens, 1152 + tokens % 384)
     small = cell._replace(shape=replace(cell.shape, batch=1, seqlen=length))  # varlen of one sequence
+    if not (form.deterministic and form.added):  # where programs visit whole groups
+        form = replace(form, visited=sharing.query_heads(call_of(cell, form)))
     return failure(name, form, lambda: calls_of(small, {name: form}, *inputs(small))[name]())
 
 
@@ -135,10 +150,10 @@ def kernels_of(forms: Mapping[str, Forms]) -> list[tuple[str, HopperBackwardConf
         cell = cell_of(name)
         for form in of_cell.values():
             kind, shape = KINDS[cell.kind], cell.shape
-            shared = form.visited is None and kind.group > 1, form.visited in (None, kind.group)
+            whole = sharing.query_heads(call_of(cell, form)) == kind.group, shape.seqlen % form.block_n == 0
             # What these fields decide is decided when a kernel is launched.
             made = replace(form, visited=None, l2_bytes=0, crowding=form.crowding and 1.0)
-            key = shape.head_dim, shape.head_dim_v, shape.dtype, kind._replace(label=""), shared, made
+            key = shape.head_dim, shape.head_dim_v, shape.dtype, kind._replace(label=""), whole, made
             found.setdefault(key, (name, form))
     return list(found.values())
 
@@ -193,12 +208,18 @@ def measured(
     return found, bad
 
 
+def flops_of(cell: Cell) -> float:
+    """Three of the five products have the columns of queries and keys, two those of values."""
+    D, values = cell.shape.head_dim, cell.shape.value_dim
+    return cell.flops("backward") * (3 * D + 2 * values) / (5 * D)
+
+
 def row_of(cell: Cell, form: str, ms: list[float]) -> dict[str, Any]:
     """Of a record."""
     taken = statistics.median(ms)
     return {
         "kind": cell.kind, "form": form, **cell.shape.to_dict(), "ms": taken, "round_ms": ms,
-        "tflops": cell.flops("backward") / taken * 1e-9,
+        "tflops": flops_of(cell) / taken * 1e-9,
     }  # fmt: skip
 
 
@@ -213,9 +234,7 @@ def report(name: str, forms: Forms, rounds: Rounds) -> tuple[str, list[str]]:
     cell = cell_of(name)
     kind = KINDS[cell.kind]
     found, bad = measured(cell, name, forms, rounds)
-    D, values = cell.shape.head_dim, cell.shape.value_dim
-    flops = cell.flops("backward") * (3 * D + 2 * values) / (5 * D)
-    text = table_of(name, found, flops, FA3)
+    text = table_of(name, found, flops_of(cell), FA3)
     if kind.group > 1 and not kind.varlen:
         text += f"\n  model: {visited_by_model(cell)}"
     return text, bad
@@ -223,13 +242,11 @@ def report(name: str, forms: Forms, rounds: Rounds) -> tuple[str, list[str]]:
 
 def visited_by_model(cell: Cell) -> str:
     """Time of one program for a group over that of programs that visit fewer query heads, predicted."""
-    shape, config, kind = cell.shape, default_of(cell), KINDS[cell.kind]
-    widths = config.width(shape.head_dim), config.value_width(shape.head_dim)
-    heads, window = shape.batch * shape.kv_heads, mask_window(shape.causal, kind.window)
-    bounds = window.clipped(shape.seqlen, shape.keys)
-    call = sharing.Launched(config, heads, kind.group, shape.seqlen, shape.keys, *widths, *bounds)
-    ratios = (f"{n} {call.clocks(kind.group) / call.clocks(n):.2f}" for n in sharing.divisors(kind.group))
-    return f"{', '.join(ratios)}; chosen {sharing.chosen(call)}"
+    call, group = call_of(cell, default_of(cell)), KINDS[cell.kind].group
+    launched = sharing.Launched.of(call)
+    ratios = (f"{n} {launched.clocks(group) / launched.clocks(n):.2f}" for n in sharing.divisors(group))
+    chosen, taken = sharing.chosen(launched), sharing.query_heads(call)
+    return f"{', '.join(ratios)}; the model's {chosen}, calls get {taken}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
