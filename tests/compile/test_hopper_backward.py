@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import side_by_side
@@ -40,17 +41,27 @@ from attnlib.kernels.hopper.configs_backward import (
 )
 from attnlib.params import MaskWindow
 
+
+class Kind(NamedTuple):
+    """What a plan is told of a call."""
+
+    causal: bool
+    tail: bool
+    shifted: bool = False
+    left: bool = False
+    varlen: bool = False
+
+
 KINDS = {
-    "causal": (True, False),
-    "dense": (False, False),
-    "tail": (False, True),
-    "window": (True, False, False, True),
-    "both sides": (True, True, True, True),
-    "varlen": (True, False, False, False, True),
-    "varlen dense": (False, True, False, False, True),
-    "varlen window": (True, True, True, True, True),
+    "causal": Kind(True, False),
+    "dense": Kind(False, False),
+    "tail": Kind(False, True),
+    "window": Kind(True, False, left=True),
+    "both sides": Kind(True, True, True, True),
+    "varlen": Kind(True, False, varlen=True),
+    "varlen dense": Kind(False, True, varlen=True),
+    "varlen window": Kind(True, True, True, True, True),
 }
-"""What a plan calls causal, tail, shifted, left, varlen."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WIDTHS = 64, 128, 256
 PAIR = "192/128"
@@ -82,32 +93,32 @@ OPTION_SPILLS = {
     (64, "bulk causal"): 2, (64, "bulk dense"): 10, (80, "bulk causal"): 8, (96, "bulk dense"): 8,
     (128, "bulk causal"): 2, (128, "bulk varlen window"): 4, (64, "early causal"): 8,
     (128, "pauses causal"): 8,
-    (64, "persistent early causal"): 14, (64, "persistent dense"): 14, (80, "persistent causal"): 10,
+    (64, "persistent early causal"): 14, (64, "persistent dense"): 14, (80, "persistent causal"): 16,
     (96, "persistent bulk dense"): 12, (128, "persistent early causal"): 8, (128, "persistent dense"): 8,
     (128, "persistent window"): 10, (64, "persistent bulk dense"): 6, (64, "persistent early both sides"): 8,
-    (80, "persistent bulk causal"): 8, (96, "persistent causal"): 18, (96, "persistent both sides"): 18,
+    (80, "persistent bulk causal"): 14, (96, "persistent causal"): 20, (96, "persistent both sides"): 20,
     (128, "persistent causal"): 10, (128, "persistent both sides"): 10,
-    (64, "persistent bulk shared dense"): 0, (64, "persistent early shared causal"): 0,
-    (80, "persistent bulk shared causal"): 4, (96, "persistent shared causal"): 10,
-    (128, "persistent shared causal"): 6, (128, "persistent shared dense"): 4,
-    (128, "persistent shared both sides"): 4,
-    (64, "turns bulk whole causal"): 2, (64, "turns bulk dense"): 6, (64, "turns bulk whole both sides"): 6,
+    (64, "persistent bulk shared dense"): 0, (64, "persistent early shared causal"): 2,
+    (80, "persistent bulk shared causal"): 6, (96, "persistent shared causal"): 12,
+    (128, "persistent shared causal"): 8, (128, "persistent shared dense"): 4,
+    (128, "persistent shared both sides"): 6,
+    (64, "turns bulk whole causal"): 4, (64, "turns bulk dense"): 6, (64, "turns bulk whole both sides"): 6,
     (64, "turns bulk whole shared causal"): 0, (64, "turns bulk shared dense"): 0,
     (64, "alternate bulk whole varlen window"): 2, (80, "alternate early varlen window"): 0,
-    (80, "turns causal"): 10, (80, "turns dense"): 12, (80, "turns shared causal"): 8,
-    (96, "turns causal"): 18, (96, "turns shared causal"): 10, (96, "turns both sides"): 18,
+    (80, "turns causal"): 16, (80, "turns dense"): 12, (80, "turns shared causal"): 10,
+    (96, "turns causal"): 20, (96, "turns shared causal"): 12, (96, "turns both sides"): 20,
     (96, "alternate early varlen window"): 4, (96, "alternate varlen dense"): 2,
-    (128, "turns causal"): 10, (128, "turns dense"): 6, (128, "turns shared causal"): 6,
+    (128, "turns causal"): 10, (128, "turns dense"): 6, (128, "turns shared causal"): 8,
     (128, "turns both sides"): 8,
 }  # fmt: skip
 """The kinds that are compiled with an option, and words that may spill there. Turns at a sum take more
 numbers to keep."""
 SPILLS_96 = {
-    (192, "causal"): 4, (192, "dense"): 2, (192, "both sides"): 6, (192, "varlen window"): 4,
-    (192, "third early causal"): 4, (192, "third early both sides"): 6,
-    (192, "varlen"): 4, (192, "varlen dense"): 8, (192, "early causal"): 4, (192, "shared causal"): 4,
+    (192, "causal"): 6, (192, "dense"): 2, (192, "both sides"): 6, (192, "varlen window"): 4,
+    (192, "third early causal"): 6, (192, "third early both sides"): 6,
+    (192, "varlen"): 4, (192, "varlen dense"): 8, (192, "early causal"): 6, (192, "shared causal"): 4,
     (192, "apart causal"): 4, (192, "shared varlen"): 4, (192, "early both sides"): 6,
-    (160, "causal"): 6, (160, "dense"): 6, (160, "both sides"): 8, (160, "varlen"): 4,
+    (160, "causal"): 8, (160, "dense"): 6, (160, "both sides"): 10, (160, "varlen"): 4,
     (160, "varlen dense"): 4, (160, "shared causal"): 2, (160, "shared varlen"): 4,
     (PAIR, "dense"): 0, (PAIR, "early causal"): 2, (PAIR, "early both sides"): 4,
     (PAIR, "early varlen"): 2, (PAIR, "varlen dense"): 4,
@@ -238,9 +249,8 @@ def is_shared(option: str) -> bool:
 
 def kind_of(kind: str) -> BackwardKind:
     """A block that is filled up makes no mask."""
-    causal, _, *asked = KINDS[kind]
-    shifted, left, varlen = (*asked, False, False, False)[:3]
-    return BackwardKind(causal or shifted or left, left_bound=left, varlen=varlen)
+    told = KINDS[kind]
+    return BackwardKind(told.causal or told.shifted or told.left, left_bound=told.left, varlen=told.varlen)
 
 
 @gluon.jit
@@ -261,11 +271,14 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool], s
     columns, _, config = columns_of(name, deterministic, kind_of(kind))
     if option in FORMS:
         config = replace(config, **FORMS[option])
-    causal, tail, *asked = KINDS[kind]
-    shifted, left, varlen = (*asked, False, False, False)[:3]
-    mask = {"causal": causal, "shifted": shifted, "left": left, "tail": tail}
+    told = KINDS[kind]
+    mask = told._asdict()
+    varlen = mask.pop("varlen")
     shared = is_shared(option)
     config = replace(config, added="apart" not in option)
+    if not deterministic:  # which decides whether the kernel is given LAST
+        of_kind = hopper_backward_config(columns, kind=kind_of(kind))
+        config = replace(config, crowding=of_kind.crowding)
     plan = launch_backward.make_plan(columns, config, mask, varlen, shared, config.persistent)
     module, _, function = launch_backward.kernel_of(config, columns).rpartition(".")
     kernel = getattr(importlib.import_module(module), function)
@@ -280,8 +293,9 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool], s
     types |= tile_types(found, dtype, **dict.fromkeys(floats, "fp32"))
     names = kernel.arg_names
     absent = [name for name in names if name.startswith("desc_") and name not in types]
-    wanted_by = {("right",): shifted, ("left",): left, ("cu_q", "cu_k", "B"): varlen}
-    wanted_by |= {SHARED: shared, DRAWN: config.persistent, ("LAST",): config.crowding is not None}
+    wanted_by = {("right",): told.shifted, ("left",): told.left, ("cu_q", "cu_k", "B"): varlen}
+    crowded = config.crowding is not None and not varlen
+    wanted_by |= {SHARED: shared, DRAWN: config.persistent, ("LAST",): crowded}
     for given, wanted in (wanted_by | {("turns_ptr",): deterministic}).items():
         types |= {name: "*i32" for name in given if name.startswith("cu")}
         absent += [] if wanted else [name for name in given if name in names]
