@@ -74,6 +74,11 @@ def attention_entmax(
         out, (B, H, Sq, D) in the dtype of `q`; with `return_tau` the pair (out, tau), tau (B, H, Sq) float32,
         through which no gradient flows. A row with nothing to attend to gives output 0 and tau +inf.
 
+    NaN or infinity in a key reaches output, tau and gradient of the rows that see it, and no other; gradients
+    of keys and values leave such rows out. tau is a float32 at most 1 below the highest (alpha - 1) *
+    sm_scale * q.k of a row: where that is beyond 1e5 results lose digits, beyond 1e6 by percents, and from
+    some 1e7 on a row may have no threshold between two numbers, and is NaN.
+
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values do not fit, or `impl` can't run the call.

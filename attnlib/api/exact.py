@@ -140,9 +140,9 @@ def attention(
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
     symbols = symbolic()
-    options = Options(*asked, of_torch(block_mask), score)
+    options = Options(*asked, of_torch(block_mask, q), score)
     check(q, k, v, options, symbols, own_values=True)
-    if symbols or not plain(q, k, v):
+    if symbols or not plain(q, k, v, *_parts(score)):
         return _operator(q, k, v, None, options)
     return _call(q, k, v, None, options)
 
@@ -305,6 +305,12 @@ def plain(first: torch.Tensor, *others: torch.Tensor) -> bool:
     return True
 
 
+def _parts(score: Score | None) -> tuple[torch.Tensor, ...]:
+    """The tensors of a score."""
+    parts = () if score is None else (score.alibi, score.sinks, score.bias, score.relative)
+    return tuple(part for part in parts if part is not None)
+
+
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
@@ -372,7 +378,8 @@ def explain(
     """
     if torch.compiler.is_dynamo_compiling():
         raise NotImplementedError("explain under torch.compile: not supported; call it outside")
-    options = Options(causal, window, sm_scale, return_lse, deterministic, impl, of_torch(block_mask), score)
+    asked = causal, window, sm_scale, return_lse, deterministic, impl
+    options = Options(*asked, of_torch(block_mask, q), score)
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
     check(q, k, v, options, own_values=True)

@@ -272,9 +272,16 @@ def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Op
 
 
 def _tensors(**operands: Operand) -> dict[str, torch.Tensor]:
-    """What a derivative may be asked of: tensors, and a mean, which its user may have replaced."""
-    found = {f"{name}.mean": x.mean for name, x in operands.items() if isinstance(x, Fp8) and x.centered}
-    return found | {name: x for name, x in operands.items() if not isinstance(x, Fp8)}
+    """What a derivative may be asked of: tensors, and those of a prepared operand, which its user may have
+    replaced."""
+    found: dict[str, torch.Tensor] = {}
+    for name, x in operands.items():
+        if isinstance(x, Fp8):
+            parts = ("data", "scale", "mean") if x.centered else ("data", "scale")
+            found |= {f"{name}.{part}": getattr(x, part) for part in parts}
+        else:
+            found[name] = x
+    return found
 
 
 def _prepared(x: Operand, role: Role, recipe: Recipe, lengths: tuple) -> Fp8:

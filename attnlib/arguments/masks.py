@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from attnlib.arguments.common import check_int, type_name
+from attnlib.arguments.common import check_dense, check_int, type_name
 
 UNIT = 64  # every block size is a multiple of it
 
@@ -95,6 +96,7 @@ def check_csr(starts, indices, seqlen_q, seqlen_k, size: tuple[int, int]) -> tor
         raise ValueError(f"indices: expected 1 dimension, got shape {tuple(indices.shape)}")
     if indices.device != starts.device:
         raise ValueError(f"indices: expected device {starts.device} as starts has, got {indices.device}")
+    _check_memory("starts", starts)
     starts = (starts if starts.dim() == 3 else starts[None, None]).long()
     counts = starts.diff(dim=2)
     if bool((counts < 0).any()) or int(starts.min()) < 0 or int(starts.max()) > len(indices):
@@ -137,6 +139,24 @@ def check_torch_mask(mask) -> tuple[torch.Tensor, tuple[int, int]]:
             raise ValueError("full_kv_indices: expected no block that kv_indices has too")
         kinds = torch.where(full, 2, kinds)
     return kinds.to(torch.int8), size
+
+
+def check_shared_lists(
+    kinds: torch.Tensor, apart: tuple[bool, bool], batch: int | None, heads: int | None
+) -> tuple[int, int]:
+    """Batch elements and heads of a mask of torch's with these kinds of blocks, whose function tells them
+    apart or does not; batch, heads: of the calls it is for, if that is known."""
+    found = []
+    for name, own, told, given in zip(("batch", "heads"), kinds.shape, apart, (batch, heads), strict=False):
+        if given is not None:
+            check_int(name, given, 1)
+        elif told and own == 1:
+            raise ValueError(
+                f"{name}: expected their number in the calls, because the lists of the mask are shared and "
+                "its mask_mod tells them apart, got None"
+            )
+        found.append(given if told and own == 1 else own)
+    return tuple(found)
 
 
 def check_s2(pattern) -> None:
@@ -182,6 +202,7 @@ def _ordered(name: str, counts, indices, rows: int, columns: int) -> torch.Tenso
         raise ValueError(
             f"{name}_num_blocks: expected device {indices.device} as {name}_indices has, got {counts.device}"
         )
+    _check_memory(f"{name}_num_blocks", counts)
     if indices.shape[-2] != rows or counts.shape != indices.shape[:-1] or indices.dim() > 4:
         raise ValueError(
             f"{name}_indices: expected {rows} rows of lists, as many as {name}_num_blocks counts, got shapes "
@@ -223,18 +244,33 @@ def _blocks_of(seqlen_q, seqlen_k, size: tuple[int, int]) -> tuple[int, int]:
 
 
 def _bool_tensor(name: str, tensor: Any) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(tensor)}")
+    _check_form(name, tensor)
+    _check_memory(name, tensor)
     if tensor.dtype != torch.bool:
         raise TypeError(f"{name}: expected dtype bool, got {tensor.dtype}")
     return tensor
 
 
 def _integer_tensor(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(tensor)}")
+    _check_form(name, tensor)
     if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected dtype int32 or int64, got {tensor.dtype}")
+
+
+def _check_form(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(tensor)}")
+    check_dense(name, tensor)
+
+
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    """A mask is made of its numbers."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        raise ValueError(f"{name}: expected a tensor with memory, got one without (meta or fake)")
+    if torch._C._functorch.is_batchedtensor(tensor):
+        raise NotImplementedError(
+            f"{name}: a block mask of what torch.vmap maps: not supported; make it outside"
+        )
 
 
 # ---------------------------------------------------------------- as an argument of attention
@@ -259,5 +295,5 @@ def check_block_mask(mask, q: torch.Tensor, k: torch.Tensor) -> None:
             f"{S_k}"
         )
     for name, own, given in (("batch size", B, q.shape[0]), ("number of heads", H, q.shape[1])):
-        if own not in (1, given):
+        if own != 1 and own != given:  # noqa: PLR1714  (under dynamo `in` does not find an int among symbols)
             raise ValueError(f"block_mask: expected a {name} of 1 or {given} as q has, got {own}")

@@ -50,6 +50,21 @@ def seen_by_function(function) -> Seen:
     return seen
 
 
+def tells_apart(function, device: torch.device) -> tuple[bool, bool]:
+    """Whether mask(b, h, q, k) depends on b, and on h: by its graph. Both, where it has none."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    places = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
+    try:
+        with torch.no_grad(), _IndexedByTensors():
+            graph = make_fx(function)(*places).graph
+    except Exception:  # whatever is wrong with it, who calls it says
+        return True, True
+    graph.eliminate_dead_code()
+    batch, head = [bool(node.users) for node in graph.nodes if node.op == "placeholder"][:2]
+    return batch, head
+
+
 def seen_by_tensor(mask: torch.Tensor) -> Seen:
     """By a bool tensor (B, H, S_q, S_k)."""
 

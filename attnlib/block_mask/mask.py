@@ -14,7 +14,7 @@ from attnlib.arguments import masks as checks
 from attnlib.arguments.common import check_int
 from attnlib.block_mask import tiles as tiling
 from attnlib.block_mask.chosen import SLOTS, Chosen
-from attnlib.block_mask.functions import seen_by_function, seen_by_tensor
+from attnlib.block_mask.functions import seen_by_function, seen_by_tensor, tells_apart
 from attnlib.block_mask.gathered import MOST_KEYS, gathered_tiles, units_of_tiles
 from attnlib.block_mask.lists import Lists, last_first, leading, lists_of, marked
 from attnlib.block_mask.tiles import ABSENT, FULL, PARTIAL, TILE, UNIT, Grid, Tiles
@@ -232,16 +232,27 @@ class BlockMask:
         return cls(tiling.build(kinds, seen_by_tensor(mask), grid), grid)
 
     @classmethod
-    def from_torch(cls, mask: torch.nn.attention.flex_attention.BlockMask) -> BlockMask:
+    def from_torch(
+        cls,
+        mask: torch.nn.attention.flex_attention.BlockMask,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+    ) -> BlockMask:
         """From what `torch.nn.attention.flex_attention.create_block_mask` gives: its full blocks as they are,
         the others by its function. Its lists may have any order.
+
+        batch, heads: of the calls it is for. They are wanted where all batch elements, or all heads, share
+        the lists of blocks, and the function tells them apart; elsewhere they change nothing.
 
         Raises:
             TypeError: it is another object, or its function gives no bool tensor.
             ValueError: its blocks are no multiples of 64, or its lists name a block twice or one that is not
-                there.
+                there; or `batch` or `heads` is wanted and not given.
         """
         kinds, size = checks.check_torch_mask(mask)
+        apart = tells_apart(mask.mask_mod, kinds.device)
+        kinds = kinds.expand(*checks.check_shared_lists(kinds, apart, batch, heads), -1, -1)
         grid = _grid_of(kinds, *mask.seq_lengths)
         return cls._of_kinds(kinds, seen_by_function(mask.mask_mod), size, grid)
 

@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from attnlib.arguments.masks import is_torch_mask
+from attnlib.block_mask.functions import tells_apart
 from attnlib.block_mask.mask import BlockMask
 
-_made: WeakKeyDictionary[Any, BlockMask] = WeakKeyDictionary()
+PARTS = "mask_mod", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 
 
-def of_torch(mask: Any) -> Any:
-    """The `attnlib.BlockMask` of a `torch.nn.attention.flex_attention.BlockMask`, kept as long as that lives.
-    Anything else as it is; so is torch's where a graph is compiled, which could not make one."""
+class _Made(NamedTuple):
+    """What was made of a mask, and of what."""
+
+    parts: tuple[Any, ...]
+    apart: tuple[bool, bool]  # the function depends on the batch element, on the head
+    masks: dict[tuple[int, ...], BlockMask]  # of calls with so many batch elements and heads
+
+
+_made: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()
+
+
+def of_torch(mask: Any, q: torch.Tensor) -> Any:
+    """The `attnlib.BlockMask` of a `torch.nn.attention.flex_attention.BlockMask` for a call with queries q
+    (B, H, S_q, D), kept as long as that lives and has the same lists and the same function. A tensor that its
+    function reads must not change: make another mask then. Anything else as it is; so is torch's where a
+    graph is compiled, which could not make one."""
     if mask is None or type(mask) is BlockMask:  # nearly always
         return mask
     if not is_torch_mask(mask) or torch.compiler.is_dynamo_compiling():
         return mask
+    if not isinstance(q, torch.Tensor) or q.dim() != 4:
+        return None  # the call is refused for that
+    parts = tuple(getattr(mask, name) for name in PARTS)
     found = _made.get(mask)
-    if found is None:
-        found = _made[mask] = BlockMask.from_torch(mask)
-    return found
+    if found is None or any(x is not y for x, y in zip(found.parts, parts, strict=True)):
+        found = _made[mask] = _Made(parts, tells_apart(mask.mask_mod, mask.kv_num_blocks.device), {})
+    own, given = (1, 1, *mask.kv_num_blocks.shape[:-1])[-2:], q.shape[:2]  # lists may lack B and H
+    size = tuple(
+        n if told and n_own == 1 else n_own for n, n_own, told in zip(given, own, found.apart, strict=False)
+    )
+    if size not in found.masks:
+        found.masks[size] = BlockMask.from_torch(mask, batch=given[0], heads=given[1])
+    return found.masks[size]

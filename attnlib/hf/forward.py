@@ -9,7 +9,7 @@ import torch
 from attnlib import attention, attention_decode
 from attnlib.api.exact import autocast
 from attnlib.arguments.decode import MOST_QUERIES
-from attnlib.hf import given, static
+from attnlib.hf import capturing, given, static
 from attnlib.hf import mask as masks
 from attnlib.hf.layout import Layout, attend, numbered, packed, require, values_known
 from attnlib.hf.mask import Mask
@@ -89,6 +89,7 @@ def attention_forward(
         TypeError, ValueError: as `attnlib.attention`, where `scaling` is called sm_scale and `query` q.
     """
     check_unknown(others)
+    capturing.check_outputs()
     if dropout:
         raise ValueError(f"dropout: expected 0, attnlib has no dropout in attention, got {dropout}")
     value_dim = value.shape[-1]
@@ -179,11 +180,11 @@ def _fitting(mask: Mask, sizes: tuple[int, int], is_causal: bool | None) -> Mask
             f"attention_mask: expected one for {sizes[0]} queries and {sizes[1]} keys, got what the model "
             f"({mask.config}) made for {mask.q_length} and {mask.kv_length}. Use 'sdpa'"
         )
-    says_all = mask.block_mask is not None and not mask.causal and mask.window is None
-    if is_causal is not None and sizes[0] > 1 and bool(is_causal) != mask.causal and not says_all:
+    # Some models say is_causal=False where they hand on a causal mask: the mask says it then.
+    says_all = mask.block_mask is not None and mask.window is None
+    if is_causal and sizes[0] > 1 and not mask.causal and not says_all:
         raise ValueError(
-            f"is_causal: expected {mask.causal}, as the mask of the model ({mask.config}) has it, got "
-            f"{is_causal}"
+            f"is_causal: expected False, as the mask of the model ({mask.config}) has it, got {is_causal}"
         )
     return mask
 
@@ -279,8 +280,9 @@ def _looked_at(position_ids: torch.Tensor, mask: Mask) -> Layout | None:
     if mask.q_offset:
         require(
             (sequences[:, -1:] == 0).all() & (position_ids[:, :1] >= mask.q_offset).all(),
-            f"position_ids: expected positions that go on behind the {mask.q_offset} tokens in the cache, "
-            "got packed sequences; attnlib can't know which of them the cache holds",
+            # Without their number, which a compiled graph may not know.
+            "position_ids: expected positions that go on behind the tokens in the cache, got packed "
+            "sequences; attnlib can't know which of them the cache holds",
         )
         return None
     begins = sequences.diff(dim=1, prepend=sequences[:, :1]) > 0

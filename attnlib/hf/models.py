@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache, wraps
 
 import torch
@@ -36,7 +37,7 @@ def check_model(model: type[PreTrainedModel]) -> None:
             f"attn_implementation: expected a model that supports 'sdpa' for {NAME!r}, got {model.__name__}, "
             "which does not. Use attn_implementation='eager'"
         )
-    if not _calls_the_interface(model):
+    if not _calls_the_interface(model) or _has_a_table(model):
         raise ValueError(
             "attn_implementation: expected a model that calls transformers' AttentionInterface for "
             f"{NAME!r}, got {model.__name__}, which computes attention itself. Use attn_implementation='sdpa'"
@@ -82,6 +83,13 @@ def _calls_the_interface(model: type[PreTrainedModel]) -> bool:
         return True
     classes = (c for c in model.__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel)
     return any(c._can_set_attn_implementation() for c in classes)
+
+
+def _has_a_table(model: type[PreTrainedModel]) -> bool:
+    """Whether a module of its classes chooses the class of an attention from a table of implementations."""
+    modules = {c.__module__ for c in model.__mro__ if issubclass(c, PreTrainedModel)}
+    tables = (value for name in modules for value in vars(sys.modules[name]).values())
+    return any(isinstance(table, dict) and "sdpa" in table and NAME not in table for table in tables)
 
 
 @lru_cache

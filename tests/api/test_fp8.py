@@ -203,11 +203,12 @@ def test_no_gradient(name: str) -> None:
         assert not reference(**given).requires_grad
 
 
-def test_no_gradient_of_a_mean() -> None:
+@pytest.mark.parametrize("part", ["mean", "scale", "data"])
+def test_no_gradient_of_a_part(part: str) -> None:
     q, k, v = tensors()
     v8 = quantize_fp8(v, "v")
-    v8 = replace(v8, mean=v8.mean.requires_grad_())
-    with pytest.raises(RuntimeError, match=r"^v\.mean: expected a tensor that does not require grad"):
+    v8 = replace(v8, **{part: getattr(v8, part).clone().requires_grad_()})
+    with pytest.raises(RuntimeError, match=rf"^v\.{part}: expected a tensor that does not require grad"):
         reference(q, k, v8)
     with torch.no_grad():
         assert not reference(q, k, v8).requires_grad

@@ -64,6 +64,41 @@ def test_attention_takes_torchs_masks():
     assert len(of_torch._made) == kept - 1
 
 
+TOLD_APART = {
+    "heads": lambda b, h, i, j: (i >= j) | (h == 1),
+    "batch": lambda b, h, i, j: i >= j + b,
+    "both": lambda b, h, i, j: i + TABLE[h] >= j + b,
+    "neither": lambda b, h, i, j: (i >= j) & (h * 0 == 0),
+}
+TABLE = torch.tensor([0, 70, 3])
+
+
+@pytest.mark.parametrize("name", TOLD_APART)
+def test_a_function_that_tells_heads_apart_has_lists_that_they_share(name):
+    """As FlexAttention has it, whose `create_block_mask` asks the function of head 0 of batch element 0."""
+    q, k, v = torch.randn(3, 2, 3, 100, 16)
+    every = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    theirs = TorchMask.from_kv_blocks(*every, mask_mod=TOLD_APART[name], seq_lengths=(100, 100))
+    whole = BlockMask.from_function(TOLD_APART[name], 100, 100, B=2, H=3)
+    expected = attention(q, k, v, block_mask=whole, impl="reference")
+    assert torch.equal(attention(q, k, v, block_mask=theirs, impl="reference"), expected)
+    fewer = attention(q[:1, :2], k[:1, :2], v[:1, :2], block_mask=theirs, impl="reference")
+    assert torch.allclose(fewer, expected[:1, :2], atol=1e-6)
+    assert torch.equal(BlockMask.from_torch(theirs, batch=2, heads=3).to_dense().expand(2, 3, -1, -1),
+                       whole.to_dense())  # fmt: skip
+
+
+def test_a_mask_of_torchs_that_was_changed_is_made_again():
+    q, k, v = torch.randn(3, 1, 2, 100, 16)
+    theirs = create_block_mask(FUNCTIONS["none"], None, None, 100, 100, device="cpu")
+    assert not attention(q, k, v, block_mask=theirs, impl="reference").any()
+    other = create_block_mask(TOLD_APART["heads"], 1, 2, 100, 100, device="cpu")
+    for name in of_torch.PARTS:
+        setattr(theirs, name, getattr(other, name))
+    expected = attention(q, k, v, block_mask=other, impl="reference")
+    assert torch.equal(attention(q, k, v, block_mask=theirs, impl="reference"), expected)
+
+
 def test_a_compiled_graph_makes_no_mask_of_torchs():
     q = torch.randn(1, 2, 200, 16)
     theirs = create_block_mask(FUNCTIONS["stripes"], None, None, 200, 200, device="cpu")
@@ -301,6 +336,15 @@ WRONG = [
      "mask: expected dtype bool, got torch.float32"),
     (lambda: BlockMask.from_mask(torch.ones(3, 3, 3, dtype=torch.bool)), ValueError,
      "mask: expected shape (B, H, S_q, S_k) or (S_q, S_k), got (3, 3, 3)"),
+    (lambda: BlockMask.from_mask(torch.ones(4, 4, dtype=torch.bool).to_sparse()), TypeError,
+     "mask: expected a dense tensor (layout torch.strided), got torch.sparse_coo"),
+    (lambda: BlockMask.from_mask(torch.ones(4, 4, dtype=torch.bool, device="meta")), ValueError,
+     "mask: expected a tensor with memory, got one without (meta or fake)"),
+    (lambda: torch.vmap(lambda x: BlockMask.from_mask(x).to_dense())(torch.ones(2, 4, 4, dtype=torch.bool)),
+     NotImplementedError, "mask: a block mask of what torch.vmap maps: not supported; make it outside"),
+    (lambda: BlockMask.from_torch(theirs(mask_mod=lambda b, h, i, j: h == 1)), ValueError,
+     "heads: expected their number in the calls, because the lists of the mask are shared and its mask_mod "
+     "tells them apart, got None"),
     (lambda: BlockMask.from_torch(BLOCKS), TypeError,
      "mask: expected a torch.nn.attention.flex_attention.BlockMask, got torch.Tensor"),
     (lambda: BlockMask.from_torch(theirs(BLOCK_SIZE=32)), ValueError,

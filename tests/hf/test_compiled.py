@@ -146,3 +146,24 @@ def test_export(strict, kind, device):
         expected = one_layer("llama", "sdpa", device)(**given).logits
         close(exported.module()(**given).logits, expected, given)
     assert "attnlib.attention_forward" in str(exported.graph)
+
+
+@torch.no_grad()
+def test_one_token_after_the_other_with_a_sliding_window(device):
+    """The cache counts its tokens in Python, so a graph does not know their number."""
+    config = transformers.MistralConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=7, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    ids, found = tokens(1, 12, device), {}
+    for implementation in ("sdpa", "attnlib"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        config._attn_implementation = implementation
+        model = transformers.MistralForCausalLM(config).eval().to(device)
+        step = torch.compile(model, fullgraph=True, backend="eager")
+        cache = transformers.DynamicCache(config=config)
+        logits = [model(ids[:, :9], past_key_values=cache).logits]
+        logits += [step(ids[:, t : t + 1], past_key_values=cache).logits for t in range(9, 12)]
+        found[implementation] = torch.cat(logits, 1)
+    torch.testing.assert_close(found["attnlib"], found["sdpa"], rtol=1e-4, atol=1e-4)

@@ -147,7 +147,7 @@ def test_a_cache_of_packed_rows_is_not_continued(device):
         cache = model(tokens(1, 7, device), position_ids=packed).past_key_values
         position = torch.tensor([[4]], device=device)
         with pytest.raises(
-            ValueError, match="^position_ids: expected positions that go on behind the 7 tokens"
+            ValueError, match="^position_ids: expected positions that go on behind the tokens"
         ):
             model(tokens(1, 1, device), position_ids=position, past_key_values=cache)
 
@@ -347,11 +347,23 @@ def test_layers_are_asked_whether_they_are_causal():
 
 
 def test_a_layer_that_contradicts_the_mask():
-    from transformers.masking_utils import causal_mask_function
+    from transformers.masking_utils import bidirectional_mask_function
 
     q = torch.zeros(1, 1, 4, 16)
-    with pytest.raises(ValueError, match="^is_causal: expected True, as the mask of the model"):
-        attnlib.hf.attention_forward(DECODER, q, q, q, asked(causal_mask_function, 4), is_causal=False)
+    with pytest.raises(ValueError, match="^is_causal: expected False, as the mask of the model"):
+        attnlib.hf.attention_forward(DECODER, q, q, q, asked(bidirectional_mask_function, 4), is_causal=True)
+
+
+def test_a_causal_mask_is_what_counts():
+    """Moonshine and Aimv2 hand one on and say is_causal=False."""
+    from transformers.masking_utils import causal_mask_function
+
+    q = torch.randn(1, 1, 4, 16)
+    mask = asked(causal_mask_function, 4)
+    found, expected = (
+        attnlib.hf.attention_forward(DECODER, q, q, q, mask, is_causal=said)[0] for said in (False, True)
+    )
+    assert torch.equal(found, expected)
 
 
 def test_a_mask_made_for_other_lengths():

@@ -142,3 +142,21 @@ def test_dropout(device):
 def test_attention_weights(device):
     with pytest.raises(ValueError, match="^output_attentions: expected None, attnlib does not support it"):
         build("llama", "attnlib", device)(tokens(1, 7, device), output_attentions=True)
+
+
+def test_attention_weights_of_a_model_that_does_not_tell_its_layers():
+    config = transformers.GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, bos_token_id=0,
+                                     eos_token_id=0, attn_implementation="attnlib")  # fmt: skip
+    model, ids = transformers.GPT2LMHeadModel(config).eval(), torch.arange(3, 12)[None]
+    with pytest.raises(ValueError, match="^output_attentions: expected None, attnlib does not support it"):
+        model(ids, output_attentions=True)
+    assert len(model(ids, output_hidden_states=True).hidden_states) == 3  # and what it can give
+
+
+def test_a_model_that_looks_up_its_attention_in_a_table():
+    config = transformers.SamVisionConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=8,
+        output_channels=16, global_attn_indexes=[0], attn_implementation="attnlib",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="^attn_implementation: expected a model that calls transformers'"):
+        transformers.SamVisionModel(config)

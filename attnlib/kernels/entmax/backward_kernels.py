@@ -153,7 +153,7 @@ def attention_entmax_dq(
         b_dq, b_u_k, b_dz_sum, b_u_sum, b_q, b_do, b_t, b_guess, k_ptr, v_ptr, list_ptr, k_s, v_s, scale,
         exponent, whole, count, count, last_key, True, KIND, UNIT, 1, BLOCK_N, BLOCK_D, HEAD_DIM, PRECISION,
     )  # fmt: skip
-    b_rest = b_dz_sum / tl.where(b_u_sum > 0.0, b_u_sum, 1.0)  # [BLOCK_M]
+    b_rest = b_dz_sum / tl.where(b_t == float("inf"), 1.0, b_u_sum)  # [BLOCK_M] NaN where the output is
     tl.store(rows_ptr + 2 * row, b_t, mask=o_m < S_q)
     tl.store(rows_ptr + 2 * row + 1, b_guess + b_rest, mask=o_m < S_q)
     b_dq -= b_rest[:, None] * b_u_k

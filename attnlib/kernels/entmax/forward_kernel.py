@@ -159,7 +159,8 @@ def attention_entmax_forward(
             b_new = b_t + newton(b_f, tl.where(any_above, b_d, 1.0), exponent, KIND)
         between = any_above & (b_new >= b_low) & (b_new <= b_high)
         b_t = tl.where(between, b_new, 0.5 * (b_low + b_high))
-        error = tl.max(tl.where(sees, tl.abs(b_f - 1.0), 0.0), 0)
+        # A row that has NaN among its scores does not end the walks of the others.
+        error = tl.max(tl.where(sees & (b_f == b_f), tl.abs(b_f - 1.0), 0.0), 0)
         steps += 1
     b_l = tl.zeros([BLOCK_M], tl.float32)  # sum of the weights, 1 but for what the last step left
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -172,5 +173,6 @@ def attention_entmax_forward(
         last_key, True, KIND, UNIT, 1, BLOCK_N, BLOCK_D, HEAD_DIM, PRECISION,
     )  # fmt: skip
     tl.store(tau_ptr + row, tl.where(sees, b_t, float("inf")), mask=o_m < S_q)
-    b_o = b_acc / tl.where(b_l > 0.0, b_l, 1.0)[:, None]  # [BLOCK_M, BLOCK_D]
+    # NaN where no key has weight: scores are NaN, or so high that float32 has no threshold 1 below.
+    b_o = b_acc / tl.where(sees, b_l, 1.0)[:, None]  # [BLOCK_M, BLOCK_D]
     store_tile(desc_o, b_o, at_q, start, BLOCK_M, BLOCK_D)

@@ -43,14 +43,14 @@ def _tiles(start, S_q, S_k, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N
 @triton.jit
 def _highest(b_top, b_q, desc_k, at, first, end, last_key, MASKED: tl.constexpr, NUM_STAGES: tl.constexpr,
              BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """The highest score of each group over the tiles first .. end - 1."""
+    """The highest score of each group over the tiles first .. end - 1; NaN where one is."""
     for j in tl.range(first, end, num_stages=NUM_STAGES):
         b_k = load_tile(desc_k, at, j * BLOCK_N, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             o_n = j * BLOCK_N + tl.arange(0, BLOCK_N)
             b_s = tl.where(o_n[None, :] <= last_key[:, None], b_s, float("-inf"))
-        b_top = tl.maximum(b_top, b_s)
+        b_top = tl.maximum(b_top, b_s, propagate_nan=tl.PropagateNan.ALL)
     return b_top
 
 
@@ -94,6 +94,8 @@ def entmax_bound(
     b_top = _highest(b_top, b_q, desc_k, at_k, full, end, last_key, True, 1, BLOCK_N, BLOCK_D, PRECISION)
     b_top *= scale
     b_max = tl.max(b_top, 1)  # [BLOCK_M]
+    unknown = tl.max((b_top != b_top).to(tl.int32), 1) > 0  # a reduction leaves NaN out
+    b_max = tl.where(unknown, float("nan"), b_max)
     empty = last_key < 0
     b_top -= tl.where(empty, 0.0, b_max)[:, None]
     # Newton's method for |[s - t]_+|_p = 1, from the left: the norm is convex in t, no step passes the root.
@@ -208,6 +210,7 @@ def entmax_flags(
         b_q = -b_q
     rows_ptr += rows_of(at_q, head, S_q, T_q) + o_m
     b_limit = tl.load(rows_ptr, mask=o_m < S_q, other=float("inf")) / scale  # [ROWS] of raw scores
+    b_limit = tl.where(b_limit == b_limit, b_limit, float("inf"))  # a row with NaN has no keys
     keys_ptr += (head.to(tl.int64) * num_m + i_m) * key_words
     if COLUMNS:
         if cu_q is None:

@@ -141,6 +141,34 @@ def test_a_low_score_has_no_weight(impl, device):
     torch.testing.assert_close(out, v[:, :, :50].mean(2, keepdim=True).expand_as(out), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("alpha", [1.25, 1.5, 2.0])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_nan_reaches_the_rows_that_see_it_and_no_other(number, alpha, device):
+    q, k, v = (x.requires_grad_() for x in tensors(device, queries=30, keys=30))
+    right = attention_entmax(q, k, v, alpha=alpha, causal=True, impl="triton")
+    spoiled = k.detach().clone()
+    spoiled[0, 0, 20, 1] = number
+    out, tau = attention_entmax(q, spoiled, v, alpha=alpha, causal=True, return_tau=True, impl="triton")
+    (dq,) = torch.autograd.grad(out, q, torch.ones_like(out))
+    torch.testing.assert_close(out[:, :, :20], right[:, :, :20], rtol=1e-5, atol=1e-5)
+    assert tau[:, :, :20].isfinite().all() and dq[:, :, :20].isfinite().all()
+    rows = slice(20, None) if math.isnan(number) else (q[0, 0, :, 1] > 0).nonzero().flatten()
+    rows = torch.arange(30, device=device)[rows]
+    rows = rows[rows >= 20]  # of infinity those whose score with it is not -inf
+    for found in (out, tau[..., None], dq):
+        assert found[:, :, rows].isnan().any(-1).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_a_row_without_a_threshold_is_nan(device):
+    """No float32 lies between the highest score, 2e7, and 1 below it; 0 would be a wrong answer."""
+    q, k, v = (torch.zeros(1, 1, n, 8, device=device) for n in (1, 2, 2))
+    q[...], k[0, 0, :, 0] = 2e7, torch.tensor([1.1, 0.5])
+    assert attention_entmax(q, k, v + 1, alpha=2.0, sm_scale=1.0, impl="triton").isnan().all()
+    assert attention_entmax(q / 1e5, k, v + 1, alpha=2.0, sm_scale=1.0, impl="triton").eq(1).all()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 def test_layouts(layout, device):
     q, k, v = (layout(x) for x in tensors(device, dtype=torch.float16, queries=20, keys=40))

@@ -68,7 +68,7 @@ MUTATIONS = [
     Mutation("no step of the solver", "steps < MOST_STEPS", "steps < 0", "forward", ANY, module=_F),
     Mutation("a list's last tile goes on", "at + tl.arange(0, BLOCK) < count, b_index, NO_KEY",
              "at + tl.arange(0, BLOCK) < count + 64, b_index, NO_KEY", "forward", ANY, module=_F),
-    Mutation("weights are not scaled to a sum of 1", "b_acc / tl.where(b_l > 0.0, b_l, 1.0)[:, None]",
+    Mutation("weights are not scaled to a sum of 1", "b_acc / tl.where(sees, b_l, 1.0)[:, None]",
              "b_acc * 1.01", "forward", VALUES, module=_F),
     Mutation("the guess is taken for delta in dQ", "b_dq -= b_rest[:, None] * b_u_k", "b_dq -= 0.0 * b_u_k",
              "dense", "dq: ", module=_B),
