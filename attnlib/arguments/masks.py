@@ -295,5 +295,5 @@ def check_block_mask(mask, q: torch.Tensor, k: torch.Tensor) -> None:
             f"{S_k}"
         )
     for name, own, given in (("batch size", B, q.shape[0]), ("number of heads", H, q.shape[1])):
-        if own != 1 and own != given:  # noqa: PLR1714  (under dynamo `in` does not find an int among symbols)
+        if own != 1 and own != given:  # under dynamo `in` does not find an int among symbols
             raise ValueError(f"block_mask: expected a {name} of 1 or {given} as q has, got {own}")

@@ -113,6 +113,17 @@ class Layer(torch.nn.Module):
         return attention(q, k, v, block_mask=self.mask, causal=True) * 2
 
 
+@pytest.mark.parametrize("shape", [(4, 1), (1, 2), (4, 2)], ids=str)
+def test_compiled_with_a_mask_for_each(shape):
+    """Sizes of q are symbols there, those of the mask are not."""
+    torch._dynamo.reset()
+    q, mask = torch.randn(4, 2, 20, 8), BlockMask.from_mask(torch.rand(*shape, 20, 20) < 0.7)
+    call = torch.compile(
+        lambda x: attention(x, x, x, block_mask=mask), backend="eager", fullgraph=True, dynamic=True
+    )
+    torch.testing.assert_close(call(q), attention(q, q, q, block_mask=mask))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic):
     """One graph, the same numbers, gradients too; another mask is another run of it."""

@@ -95,6 +95,8 @@ def test_nor_does_one_beside_plain_tensors(monkeypatch):
         attnlib.attention_decode(x, x, x, lengths=numbers[0])
     with pytest.raises(NotImplementedError, match="attnlib.attention_forward.default was called"):
         attention_varlen(tokens, tokens, tokens, OFFSETS, numbers[1], 16, 16)
+    with pytest.raises(NotImplementedError, match="attnlib.attention_scored.* was called"):
+        attention(x, x, x, score=attnlib.Score(sinks=Standing(torch.ones(x.shape[1]))))
     with pytest.raises(TypeError, match="^key_mask: expected a plain tensor, got test_robust.Standing$"):
         attnlib.attention_monarch(x, x, x, key_mask=Standing(torch.ones(1, 16, dtype=torch.bool)))
 
