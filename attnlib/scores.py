@@ -51,7 +51,7 @@ class Score:
         soft_cap: a number from 1e-6 to 1e6, as in Gemma 2 (arXiv 2408.00118).
         alibi: (H), float: slopes, as in ALiBi (arXiv 2108.12409). They have no gradient.
         sinks: (H), float: a logit for each query head that takes part in its softmax and has no value, as in
-            GPT-OSS. Differentiable.
+            GPT-OSS. Differentiable. From -2.3e38 to 2.3e38: beyond, a GPU's result is -inf or NaN.
         bias: float, of a shape that broadcasts to (B, H, Sq, Sk). Differentiable. -inf hides a key. On a GPU
             numbers below -2.3e38 do, too, such as the least one of float32: a row that has no other gives 0,
             where PyTorch's SDPA gives the mean of the values.

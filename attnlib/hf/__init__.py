@@ -19,7 +19,9 @@ scores. They become an `attnlib.BlockMask`, made once in a forward pass, and cos
 numbers besides 0 and the least one of the dtype become a bias. A query that sees nothing gives 0; with
 "eager" it gives the mean of all values. What a model says at a padded token is not what "eager" says there,
 but for the last token of a row where no gradients are recorded: `generate()` goes on from it, and says behind
-padding on the right what it says with "eager" or "sdpa".
+padding on the right what it says with "eager" or "sdpa". Nor does "sdpa". So where a batch is padded on
+the left and a loss is taken, the label of the first token behind the padding has to be -100, too: it is
+predicted from a padded one.
 
 An attention_mask, where there is one, decides what is attended to. `position_ids` say it where there is none,
 with a cache that is still empty too, if the model hands them to its attention (its "sdpa" ignores them then).
