@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from attnlib.kernels.common import tile_scheduler as tiling
 
-LAZY = gl.constexpr(8)  # a row maximum may grow by 2**LAZY before the output is rescaled
+LAZY = gl.constexpr(8)  # weights of a row may grow to 2**LAZY before the output is rescaled
 
 
 @gluon.jit
