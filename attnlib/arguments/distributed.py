@@ -3,15 +3,18 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from attnlib.arguments.common import check_choice, check_common, check_int, type_name
+from attnlib.arguments.common import check_choice, check_common, check_dense, check_int, type_name
 from attnlib.arguments.exact import Options, check, check_varlen
 from attnlib.params import Varlen
 
 METHODS = "ring", "all_gather", "ulysses", "auto"
+TIMEOUT, LONGEST_TIMEOUT = 120.0, 1e9
+"""Seconds: what is usual, and some thirty years."""
 
 
 def check_distributed(q, k, v, options: Options, divisor: int) -> None:
     """Tensors and options of one rank. divisor: what its number of rows has to be a multiple of."""
+    check_memory(q=q, k=k, v=v)
     check(q, k, v, options)
     if k.shape[2] != q.shape[2]:
         raise ValueError(f"k: expected {q.shape[2]} rows as q has on this rank, got {k.shape[2]}")
@@ -34,7 +37,7 @@ def _check_halves(name: str, rows: int, divisor: int) -> None:
 
 def check_distributed_varlen(q, k, v, varlen: Varlen, options: Options, ranks: int) -> None:
     """Tensors and options of one rank, except for the values in `cu_seqlens`."""
-    check_local(q=q, k=k, v=v)
+    check_local(q=q, k=k, v=v, cu_seqlens=varlen.cu_seqlens_q)
     check_varlen(q, k, v, varlen, options)
     if len(k) != len(q):
         raise ValueError(f"k: expected {len(q)} tokens as q has on this rank, got {len(k)}")
@@ -56,8 +59,16 @@ def check_heads(q_heads: int, kv_heads: int, ranks: int) -> None:
             )
 
 
+def check_memory(**tensors) -> None:
+    """Tensors of one rank, by name, that can be sent."""
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and x.is_meta:
+            raise ValueError(f"{name}: expected a tensor with memory, got one on device meta")
+
+
 def check_local(**tensors) -> None:
     """Tensors of one rank, by name, where DTensors have no meaning."""
+    check_memory(**tensors)
     for name, x in tensors.items():
         if isinstance(x, DTensor):
             raise TypeError(
@@ -75,6 +86,7 @@ def check_row_parallel(q, k, v, weight, options: Options) -> None:
         raise ValueError(f"k: expected at least the {q.shape[2]} rows that q has, got {k.shape[2]}")
     if not isinstance(weight, torch.Tensor):
         raise TypeError(f"weight: expected a torch.Tensor, got {type_name(weight)}")
+    check_dense("weight", weight)
     if weight.dtype != q.dtype:
         raise TypeError(f"weight: expected dtype {q.dtype} as q has, got {weight.dtype}")
     if weight.device != q.device:
@@ -104,11 +116,15 @@ def check_chunks(chunks, rows: int) -> None:
         raise ValueError(f"chunks: expected sizes from 1 on that add up to q's {rows} rows, got {chunks}")
 
 
-def check_timeout(timeout) -> None:
+def usable_timeout(timeout) -> tuple[float, Exception | None]:
+    """(seconds to wait, what is wrong with `timeout`): the other ranks hear of a mistake in it, too."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout: expected a number of seconds, got {type_name(timeout)}")
-    if not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout: expected seconds above 0, got {timeout}")
+        return TIMEOUT, TypeError(f"timeout: expected a number of seconds, got {type_name(timeout)}")
+    if not 0 < timeout <= LONGEST_TIMEOUT:
+        return TIMEOUT, ValueError(
+            f"timeout: expected seconds above 0, at most {LONGEST_TIMEOUT:g}, got {timeout}"
+        )
+    return timeout, None
 
 
 def check_mask(causal, window) -> None:
@@ -120,6 +136,7 @@ def check_whole(x, dim, divisor: int, advice: str = "; pad the sequence") -> Non
     check_local(x=x)
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: expected a torch.Tensor of this rank, got {type_name(x)}")
+    check_dense("x", x)
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim: expected an int, got {type_name(dim)}")
     if not -x.dim() <= dim < x.dim():

@@ -50,7 +50,8 @@ def attention(
 
     Each rank gives its rows of q, k and v, as `shard` made them, and gets its rows of the output. The result
     is that of one process up to rounding, and so are the gradients. Every rank has to call it, with equal
-    shapes and options, and to go backward through it if one does, through several calls in the same order.
+    shapes and options, and to go backward through it if one does, to the same inputs, and through several
+    calls in the same order.
     `torch.autocast` casts the inputs as for `attnlib.attention`. Under `torch.compile` a graph breaks at it,
     so `fullgraph=True` is an error of PyTorch's.
 
@@ -65,7 +66,9 @@ def attention(
         v: (B, Hkv, S / ranks, D).
         group: a process group; None for all ranks; or a DeviceMesh. A mesh of two dimensions (r, u) is the
             hybrid: u ranks next to each other share out the heads as "ulysses" does, and `method` is what the
-            r do with the keys. DTensors bring their mesh along.
+            r do with the keys. DTensors with Shard(2) bring their mesh along. Their local parts are rows as
+            `shard` makes them: under a causal mask in the order of `positions`, which is not that of
+            `distribute_tensor`. Threads that call at the same time need groups of their own.
         causal, window, sm_scale, deterministic, impl: as in `attnlib.attention`, of the whole sequence. With
             a left bound only the keys within it are sent.
         return_lse: also return the LSE of this rank's rows. No gradient flows through it.
@@ -77,7 +80,7 @@ def attention(
             be multiples of the ranks.
             "auto": "all_gather" where it is no slower or needs no more memory, else "ring".
         timeout: seconds that this rank waits for the others, forward and backward; it may differ between
-            ranks. A mistake in it, or in `group`, is told on its own rank only.
+            ranks. A mistake in `group` is told on its own rank only.
 
     Returns:
         out, (B, H, S / ranks, D); with `return_lse` the pair (out, lse), lse (B, H, S / ranks) float32.
@@ -98,26 +101,31 @@ def attention(
             "causal": causal, "window": window, "sm_scale": sm_scale, "return_lse": return_lse,
             "deterministic": deterministic, "method": method, "impl": impl, "timeout": timeout,
         })  # fmt: skip
-    ranks = ranks_of(group)
-    arguments.check_timeout(timeout)
+    outer, inner, error = _linked(q, group, timeout)
     q, k, v = autocast(q, k, v)
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
-    device = device_of(q, ranks.outer)
-    outer = links_of(ranks.outer, device, timeout)
-    inner = None if ranks.inner is None else links_of(ranks.inner, device, timeout)
-    _agree((q, k, v), options, method, outer, inner)
+    _agree((q, k, v), options, method, outer, inner, error)
     asked = mask_window(causal, window)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     params = Params(asked, scale, None, True, deterministic, impl)
     if inner is not None:
         rows = q.shape[2]
         pieces = tuple((range(i * rows, (i + 1) * rows),) for i in range(inner.ranks))
-        q, k, v = (ToHeads.apply(x, inner, pieces) for x in (q, k, v))
+        q, k, v = (ToHeads.apply(x, inner, pieces, name) for name, x in zip("qkv", (q, k, v), strict=True))
     out, lse = _between_ranks(q, k, v, params, outer, method)
     if inner is not None:
         out = ToRows.apply(out, inner, pieces, next(inner.calls))
         lse = ToRows.apply(lse[..., None], inner, pieces)[..., 0]
     return (out, lse.detach()) if return_lse else out
+
+
+def _linked(x, group: Group, timeout) -> tuple[Links, Links | None, Exception | None]:
+    """(outer, inner, what is wrong with `timeout`)."""
+    ranks = ranks_of(group)
+    timeout, error = arguments.usable_timeout(timeout)
+    device = device_of(x, ranks.outer)
+    outer = links_of(ranks.outer, device, timeout)
+    return outer, None if ranks.inner is None else links_of(ranks.inner, device, timeout), error
 
 
 def _between_ranks(q, k, v, params: Params, links: Links, method: Method):
@@ -127,7 +135,7 @@ def _between_ranks(q, k, v, params: Params, links: Links, method: Method):
         return _Attention.apply(q, k, v, Job(links, params, way, next(links.calls)))
     parts = tuple(parts_of(rank, links.ranks, q.shape[2], window) for rank in range(links.ranks))
     if links.ranks > 1:
-        q, k, v = (ToHeads.apply(x, links, parts) for x in (q, k, v))
+        q, k, v = (ToHeads.apply(x, links, parts, name) for name, x in zip("qkv", (q, k, v), strict=True))
     bounds = tuple(-1 if bound is None else bound for bound in window)
     out, lse = single.attention(
         q, k, v, window=bounds, sm_scale=params.sm_scale, return_lse=True,
@@ -167,11 +175,16 @@ def _gradients(job: Job, d_out: torch.Tensor, *saved: torch.Tensor) -> tuple[tor
     return backward(d_out, given, job)
 
 
-def _agree(tensors: tuple, options: Options, method: Method, outer: Links, inner: Links | None) -> None:
-    """Check the arguments here and compare them with those of the other ranks."""
-    error, stated = None, {}
+def _agree(
+    tensors: tuple, options: Options, method: Method, outer: Links, inner: Links | None,
+    error: Exception | None = None,
+) -> None:  # fmt: skip
+    """Check the arguments here, if nothing is wrong yet, and compare them with those of the other ranks."""
+    stated = {}
     q, k, v = tensors
     try:
+        if error is not None:
+            raise error
         shares = 1 if inner is None else inner.ranks
         divisor = rows_divisor(outer.ranks, shares, _window_of(options))
         arguments.check_distributed(q, k, v, options, divisor)
@@ -185,7 +198,7 @@ def _agree(tensors: tuple, options: Options, method: Method, outer: Links, inner
             "requires_grad": differentiated((q, k, v), method == "ulysses" or inner is not None),
             "step": "forward",
         }
-    except (TypeError, ValueError) as found:
+    except Exception as found:  # whatever it is, the other ranks wait
         error = found
     agree_on_all(filter(None, (inner, outer)), stated, error)
 
@@ -206,6 +219,19 @@ def _decided(method: Method, q, k, ranks: int, window: MaskWindow) -> str:
 
 def _dtensors(q: DTensor, k: DTensor, v: DTensor, group: Group, options: dict):
     """The same of DTensors, sharded in dimension 2, whose local parts `shard` has made."""
+    try:
+        _check_dtensors(q, k, v, group)
+    except (TypeError, ValueError) as error:  # the other ranks wait
+        first = next(x for x in (q, k, v) if isinstance(x, DTensor))
+        outer, inner, _ = _linked(first.to_local(), first.device_mesh, options["timeout"])
+        agree_on_all(filter(None, (inner, outer)), {}, error)
+    found = attention(*(x.to_local() for x in (q, k, v)), group=q.device_mesh, **options)
+    if not options["return_lse"]:
+        return DTensor.from_local(found, q.device_mesh, q.placements)
+    return tuple(DTensor.from_local(x, q.device_mesh, q.placements) for x in found)
+
+
+def _check_dtensors(q: DTensor, k: DTensor, v: DTensor, group: Group) -> None:
     from torch.distributed.tensor import Shard
 
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -215,10 +241,6 @@ def _dtensors(q: DTensor, k: DTensor, v: DTensor, group: Group, options: dict):
             raise ValueError(f"{name}: expected the mesh of q, {q.device_mesh}, got {x.device_mesh}")
     if group not in (None, q.device_mesh):
         raise ValueError(f"group: expected None or the mesh of the DTensors, got {group}")
-    found = attention(*(x.to_local() for x in (q, k, v)), group=q.device_mesh, **options)
-    if not options["return_lse"]:
-        return DTensor.from_local(found, q.device_mesh, q.placements)
-    return tuple(DTensor.from_local(x, q.device_mesh, q.placements) for x in found)
 
 
 # ---------------------------------------------------------------- a sequence and its parts
@@ -261,16 +283,23 @@ def unshard(
 ) -> torch.Tensor:  # fmt: skip
     """The whole sequence from the ranks' parts, in order, on every rank. No gradient flows through it.
     ValueError if shapes or masks differ between ranks, on all of them."""
-    arguments.check_mask(causal, window)
-    arguments.check_timeout(timeout)
-    ranks, asked = ranks_of(group), mask_window(causal, window)
-    arguments.check_whole(x, dim, ranks.rows_divisor(asked), "")
-    rows = x.movedim(dim, 0).contiguous()
-    groups = [links_of(each, x.device, timeout) for each in (ranks.inner, ranks.outer) if each is not None]
-    agree_on_all(groups, {
-        "x": f"shape {tuple(x.shape)} of {x.dtype}", "dim": dim, "causal": causal, "window": window,
-        "step": "unshard",
-    })  # fmt: skip
+    outer, inner, error = _linked(x, group, timeout)
+    groups = [links for links in (inner, outer) if links is not None]
+    stated = {}
+    try:
+        if error is not None:
+            raise error
+        arguments.check_mask(causal, window)
+        asked = mask_window(causal, window)
+        arguments.check_whole(x, dim, ranks_of(group).rows_divisor(asked), "")
+        rows = x.movedim(dim, 0).contiguous().resolve_conj().resolve_neg()
+        stated = {
+            "x": f"shape {tuple(x.shape)} of {x.dtype}", "dim": dim, "causal": causal, "window": window,
+            "step": "unshard",
+        }  # fmt: skip
+    except Exception as found:  # whatever it is, the other ranks wait
+        error = found
+    agree_on_all(groups, stated, error)
     for links in groups:
         each = torch.empty(links.ranks, *rows.shape, dtype=rows.dtype, device=rows.device)
         each[links.rank] = rows

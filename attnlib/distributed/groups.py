@@ -75,7 +75,7 @@ def ranks_of(group: Group) -> Ranks:
 
 def device_of(x, group: dist.ProcessGroup) -> torch.device:
     """Of x; where other ranks' tensors lie, who need an answer too, if it is none."""
-    if isinstance(x, torch.Tensor):
+    if isinstance(x, torch.Tensor) and not x.is_meta:
         return x.device
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else (
         torch.device("cpu")

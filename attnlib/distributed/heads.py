@@ -16,16 +16,19 @@ def differentiated(tensors: tuple, each: bool = True) -> list[str] | bool:
 
 
 class ToHeads(torch.autograd.Function):
-    """(B, H, S/n, D) -> (B, H/n, S, D), positions in order. parts: the positions of each rank."""
+    """(B, H, S/n, D) -> (B, H/n, S, D), positions in order. parts: the positions of each rank. name: of x,
+    if ranks have to say whose gradient they send: they may ask for those of different inputs."""
 
     @staticmethod
-    def forward(ctx, x, links: Links, parts: tuple[Parts, ...]):
-        ctx.links, ctx.parts = links, parts
+    def forward(ctx, x, links: Links, parts: tuple[Parts, ...], name: str | None = None):
+        ctx.links, ctx.parts, ctx.name = links, parts, name
         return _to_heads(x, links, parts)
 
     @staticmethod
     def backward(ctx, gradient):
-        return ToRows.apply(gradient, ctx.links, ctx.parts), None, None
+        if ctx.name is not None:
+            ctx.links.agree({"step": f"gradient of {ctx.name}"})
+        return ToRows.apply(gradient, ctx.links, ctx.parts), None, None, None
 
 
 class ToRows(torch.autograd.Function):

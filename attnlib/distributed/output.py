@@ -88,13 +88,13 @@ def row_parallel_output(
         >>> y = row_parallel_output(q, k, v, projection.weight, causal=True)
     """
     ranks = ranks_of(group)
-    arguments.check_timeout(timeout)
     if ranks.inner is not None:
         raise ValueError("group: expected a mesh of 1 dimension, got 2")
+    timeout, error = arguments.usable_timeout(timeout)
     q, k, v, weight = autocast(q, k, v, weight)
     links = links_of(ranks.outer, device_of(q, ranks.outer), timeout)
     options = Options(causal, window, sm_scale, False, deterministic, impl)
-    _agree((q, k, v, weight), options, chunks, links)
+    _agree((q, k, v, weight), options, chunks, links, error)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     params = Params(mask_window(causal, window), scale, None, True, deterministic, impl)
     return _Output.apply(q, k, v, weight, Layer(links, params, spans_of(chunks, q.shape[2]))).transpose(0, 1)
@@ -175,11 +175,13 @@ def _gradients(ctx, d_y: torch.Tensor, *saved: torch.Tensor) -> tuple[torch.Tens
     return *dispatch.backward(d_out, dispatch.Saved(q, k, v, out, lse), ctx.layer.params), d_weight
 
 
-def _agree(tensors: tuple, options: Options, chunks, links: Links) -> None:
-    """Check the arguments here and compare them with those of the other ranks."""
+def _agree(tensors: tuple, options: Options, chunks, links: Links, error: Exception | None) -> None:
+    """Check the arguments here, if nothing is wrong yet, and compare them with those of the other ranks."""
     q, k, v, weight = tensors
-    error, stated = None, {}
+    stated = {}
     try:
+        if error is not None:
+            raise error
         arguments.check_row_parallel(q, k, v, weight, options)
         arguments.check_chunks(chunks, q.shape[2])
         stated = {
@@ -190,6 +192,6 @@ def _agree(tensors: tuple, options: Options, chunks, links: Links) -> None:
             "chunks": [len(span) for span in spans_of(chunks, q.shape[2])],
             "step": "row_parallel_output",
         }
-    except (TypeError, ValueError) as found:
+    except Exception as found:  # whatever it is, the other ranks wait
         error = found
     links.agree(stated, error)

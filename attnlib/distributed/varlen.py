@@ -65,16 +65,19 @@ def attention_varlen(
         >>> out = attention_varlen(q, k, v, cu_seqlens, longest, causal=True)
     """
     ranks = ranks_of(group)
-    arguments.check_timeout(timeout)
     if ranks.inner is not None:
         raise ValueError("group: expected a mesh of 1 dimension, got 2")
+    timeout, error = arguments.usable_timeout(timeout)
     q, k, v = autocast(q, k, v)
     links = links_of(ranks.outer, device_of(q, ranks.outer), timeout)
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
-    _agree((q, k, v), Varlen(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), options, links)
+    _agree((q, k, v), Varlen(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), options, links, error)
     size = len(q)
     pieces = tuple((range(rank * size, (rank + 1) * size),) for rank in range(links.ranks))
-    whole = (ToHeads.apply(x.transpose(0, 1)[None], links, pieces)[0].transpose(0, 1) for x in (q, k, v))
+    whole = (
+        ToHeads.apply(x.transpose(0, 1)[None], links, pieces, name)[0].transpose(0, 1)
+        for name, x in zip("qkv", (q, k, v), strict=True)
+    )
     out, lse = single.attention_varlen(
         *whole, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=causal, window=window,
         sm_scale=sm_scale, return_lse=True, deterministic=deterministic, impl=impl,
@@ -85,11 +88,15 @@ def attention_varlen(
     return out, ToRows.apply(lse.detach()[None, ..., None], links, pieces)[0, ..., 0]
 
 
-def _agree(tensors: tuple, varlen: Varlen, options: Options, links: Links) -> None:
-    """Check the arguments here and compare them with those of the other ranks."""
+def _agree(
+    tensors: tuple, varlen: Varlen, options: Options, links: Links, error: Exception | None
+) -> None:
+    """Check the arguments here, if nothing is wrong yet, and compare them with those of the other ranks."""
     q, k, v = tensors
-    error, stated = None, {}
+    stated = {}
     try:
+        if error is not None:
+            raise error
         arguments.check_distributed_varlen(q, k, v, varlen, options, links.ranks)
         found = check_offsets_of("q", len(q) * links.ranks, *varlen[::2])
         stated = {
@@ -103,6 +110,6 @@ def _agree(tensors: tuple, varlen: Varlen, options: Options, links: Links) -> No
             "requires_grad": differentiated(tensors),
             "step": "attention_varlen",
         }
-    except (TypeError, ValueError) as found:
+    except Exception as found:  # whatever it is, the other ranks wait
         error = found
     links.agree(stated, error)

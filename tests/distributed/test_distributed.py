@@ -199,6 +199,35 @@ def test_a_second_derivative(two, method):
         assert found.startswith("RuntimeError: attnlib.attention has no second derivative"), found
 
 
+MISTAKES = {
+    "a list": "TypeError: x: expected a torch.Tensor of this rank, got list",
+    "time": "TypeError: timeout: expected a number of seconds, got str",
+    "a replica": "TypeError: q: expected a DTensor with Shard(2) in every dimension of its mesh",
+    "offsets": "TypeError: cu_seqlens: expected a torch.Tensor of this rank, got a DTensor; x.to_local() has "
+    "its part",
+    "meta": "ValueError: q: expected a tensor with memory, got one on device meta",
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_of_one_rank_reaches_the_other(two, what):
+    """And no later call of one meets this call of the other."""
+    (heard, after), (own, behind) = two.run(jobs.mistaken, what)
+    assert own == MISTAKES[what] and after == behind == "no error"
+    assert heard == f"RuntimeError: attention: rank 1 of the group can't take part: {own}"
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "varlen"])
+def test_gradients_of_different_inputs(two, kind):
+    first, second = two.run(jobs.of_different_inputs, kind)
+    assert first == second and first.startswith("ValueError: step: expected the same on all ranks"), first
+
+
+def test_a_conjugated_part(two):
+    for found in two.run(jobs.conjugated):
+        assert found == [1 - 2j] * 4
+
+
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_gradients_of_another_call(two, method):
     first, second = two.run(jobs.crossed, method)
@@ -254,7 +283,7 @@ BAD = {
     "heads": "ValueError: q: expected a multiple of 2 heads, which the ranks share, got 3",
     "rows": "ValueError: q: expected a multiple of 2 rows on each rank, for a part of either half of the "
     "sequence, got 9",
-    "timeout": "ValueError: timeout: expected seconds above 0, got 0",
+    "timeout": "ValueError: timeout: expected seconds above 0, at most 1e+09, got 0",
     "group": "TypeError: group: expected a ProcessGroup, a DeviceMesh or None, got int",
 }
 

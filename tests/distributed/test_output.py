@@ -46,7 +46,7 @@ BAD = {
     "empty": "ValueError: chunks: expected sizes from 1 on that add up to q's 40 rows, got [40, 0]",
     "kind": "TypeError: chunks: expected an int, a list of ints or None, got float",
     "size": "TypeError: chunks: expected ints, got str",
-    "timeout": "ValueError: timeout: expected seconds above 0, got -1",
+    "timeout": "ValueError: timeout: expected seconds above 0, at most 1e+09, got -1",
     "mesh": "ValueError: group: expected a mesh of 1 dimension, got 2",
     "weight": "ValueError: weight: expected (outputs, 32), a column for each head and dimension of q, got "
     "shape (24, 31)",

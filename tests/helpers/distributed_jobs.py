@@ -425,3 +425,45 @@ def one_rank_has_no_gradient() -> list[float]:
         (cp.unshard(x.grad, causal=True) - y.grad).abs().max().item()
         for x, y in zip(tensors, whole, strict=True)
     ]
+
+
+def mistaken(what: str) -> tuple[str, str]:
+    """What a call says that rank 1 makes wrongly, and one after it."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    wrong = dist.get_rank() == 1
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    options = {"impl": "reference", "timeout": 20}
+    x = torch.ones(1, 2, 8, 8)
+    if what == "a list":
+        call = partial(cp.unshard, x.tolist() if wrong else x, timeout=20)
+    elif what == "a replica":
+        place = Replicate() if wrong else Shard(2)
+        call = partial(cp.attention, *[DTensor.from_local(x, mesh, [place], run_check=False)] * 3, **options)
+    elif what == "offsets":
+        ends = torch.tensor([0, 16], dtype=torch.int32)
+        ends = DTensor.from_local(ends, mesh, [Replicate()], run_check=False) if wrong else ends
+        call = partial(cp.attention_varlen, *[x[0].transpose(0, 1)] * 3, ends, 16, **options)
+    else:
+        given = x.to("meta") if wrong and what == "meta" else x
+        options["timeout"] = "20" if wrong and what == "time" else 20
+        call = partial(cp.attention, given, given, given, **options)
+    first = told(call)
+    return first, told(partial(cp.unshard, x, timeout=20))
+
+
+def of_different_inputs(kind: str) -> str:
+    """Rank 0 asks for the gradient of q, rank 1 for that of k."""
+    q, k, v = (torch.randn(1, 2, 8, 8).requires_grad_() for _ in range(3))
+    if kind == "varlen":
+        q, k, v = (x.detach()[0].transpose(0, 1).requires_grad_() for x in (q, k, v))
+        ends = torch.tensor([0, 16], dtype=torch.int32)
+        out = cp.attention_varlen(q, k, v, ends, 16, impl="reference", timeout=20)
+    else:
+        out = cp.attention(q, k, v, method=kind, impl="reference", timeout=20)
+    return told(lambda: torch.autograd.grad(out.sum(), (q, k)[dist.get_rank()]))
+
+
+def conjugated() -> list[complex]:
+    part = torch.full((2,), 1 + 2j).conj()
+    return cp.unshard(part, dim=0, timeout=20).tolist()
