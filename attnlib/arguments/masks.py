@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from attnlib.arguments.common import check_dense, check_int, type_name
 
@@ -141,24 +140,6 @@ def check_torch_mask(mask) -> tuple[torch.Tensor, tuple[int, int]]:
     return kinds.to(torch.int8), size
 
 
-def check_shared_lists(
-    kinds: torch.Tensor, apart: tuple[bool, bool], batch: int | None, heads: int | None
-) -> tuple[int, int]:
-    """Batch elements and heads of a mask of torch's with these kinds of blocks, whose function tells them
-    apart or does not; batch, heads: of the calls it is for, if that is known."""
-    found = []
-    for name, own, told, given in zip(("batch", "heads"), kinds.shape, apart, (batch, heads), strict=False):
-        if given is not None:
-            check_int(name, given, 1)
-        elif told and own == 1:
-            raise ValueError(
-                f"{name}: expected their number in the calls, because the lists of the mask are shared and "
-                "its mask_mod tells them apart, got None"
-            )
-        found.append(given if told and own == 1 else own)
-    return tuple(found)
-
-
 def check_s2(pattern) -> None:
     """The fields of an `S2Pattern`: whole numbers, and heads that together see every block."""
     for name in ("heads", "kv_heads", "block_size", "local_blocks", "stride", "dense_heads"):
@@ -265,7 +246,7 @@ def _check_form(name: str, tensor: Any) -> None:
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
     """A mask is made of its numbers."""
-    if tensor.is_meta or isinstance(tensor, FakeTensor):
+    if tensor.is_meta or type_name(tensor) == "torch._subclasses.fake_tensor.FakeTensor":
         raise ValueError(f"{name}: expected a tensor with memory, got one without (meta or fake)")
     if torch._C._functorch.is_batchedtensor(tensor):
         raise NotImplementedError(
@@ -294,6 +275,13 @@ def check_block_mask(mask, q: torch.Tensor, k: torch.Tensor) -> None:
             f"block_mask: expected {q.shape[2]} queries and {k.shape[2]} keys as q and k have, got {S_q} and "
             f"{S_k}"
         )
-    for name, own, given in (("batch size", B, q.shape[0]), ("number of heads", H, q.shape[1])):
+    for name, own, given, alone in (
+        ("batch size", B, q.shape[0], mask.alone[0]), ("number of heads", H, q.shape[1], mask.alone[1])
+    ):  # fmt: skip
         if own != 1 and own != given:  # under dynamo `in` does not find an int among symbols
             raise ValueError(f"block_mask: expected a {name} of 1 or {given} as q has, got {own}")
+        if alone and given != 1:
+            raise ValueError(
+                f"block_mask: expected a {name} of {given} as q has, got a mask for 1 alone, whose function "
+                "tells them apart; BlockMask.from_torch takes the batch size and the number of heads"
+            )

@@ -112,6 +112,8 @@ class BlockMask:
         self._lists: dict[tuple[int, bool, int], Lists] = {}
         self._within: dict[MaskWindow, BlockMask] = {}
         self.shape, self.device = tuple(grid[:4]), grid.device
+        self.alone = False, False
+        """Whether the batch element, or the head, is one that others can't share, see `from_torch`."""
         self._register()
 
     def _register(self) -> None:
@@ -242,19 +244,27 @@ class BlockMask:
         """From what `torch.nn.attention.flex_attention.create_block_mask` gives: its full blocks as they are,
         the others by its function. Its lists may have any order.
 
-        batch, heads: of the calls it is for. They are wanted where all batch elements, or all heads, share
-        the lists of blocks, and the function tells them apart; elsewhere they change nothing.
+        batch, heads: of the calls it is for, where all batch elements, or all heads, share the lists of
+        blocks and the function tells them apart; elsewhere they change nothing. Without them such a mask is
+        for calls of one batch element, or of one head.
 
         Raises:
             TypeError: it is another object, or its function gives no bool tensor.
             ValueError: its blocks are no multiples of 64, or its lists name a block twice or one that is not
-                there; or `batch` or `heads` is wanted and not given.
+                there.
         """
         kinds, size = checks.check_torch_mask(mask)
+        for name, given in (("batch", batch), ("heads", heads)):
+            if given is not None:
+                check_int(name, given, 1)
         apart = tells_apart(mask.mask_mod, kinds.device)
-        kinds = kinds.expand(*checks.check_shared_lists(kinds, apart, batch, heads), -1, -1)
+        own = [told and n == 1 for told, n in zip(apart, kinds.shape, strict=False)]
+        sizes = [given or 1 if one else -1 for one, given in zip(own, (batch, heads), strict=True)]
+        kinds = kinds.expand(*sizes, -1, -1)
         grid = _grid_of(kinds, *mask.seq_lengths)
-        return cls._of_kinds(kinds, seen_by_function(mask.mask_mod), size, grid)
+        made = cls._of_kinds(kinds, seen_by_function(mask.mask_mod), size, grid)
+        made.alone = own[0] and batch is None, own[1] and heads is None
+        return made
 
     @classmethod
     def _of_kinds(cls, kinds: torch.Tensor, seen, size: tuple[int, int], grid: Grid) -> BlockMask:
@@ -317,7 +327,9 @@ class BlockMask:
             return self
         tiles = Tiles(*(x.to(device) for x in self._tiles))
         order = None if self._order is None else self._order.to(device)
-        return BlockMask(tiles, self._grid._replace(device=device), order=order)
+        moved = BlockMask(tiles, self._grid._replace(device=device), order=order)
+        moved.alone = self.alone
+        return moved
 
     def to_dense(self) -> torch.Tensor:
         """Bool (B, H, S_q, S_k), for small masks."""

@@ -30,8 +30,14 @@ class Card:
     machine: Machine = H200
 
     def __post_init__(self) -> None:
+        for name in ("room", "host"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name}: expected a number of bytes, got {value!r}")
         if not self.room > 0:
             raise ValueError(f"room: expected bytes above 0, got {self.room}")
+        if not self.host >= 0:
+            raise ValueError(f"host: expected bytes from 0 on, got {self.host}")
         if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
             raise ValueError(f"gpus: expected an int from 1 on, got {self.gpus!r}")
 
@@ -62,7 +68,12 @@ def ways(context: int, card: Card, lora: int | None = None, attention: str = "at
 
 def advise(shape: LlamaShape, context: int, card: Card, lora: int | None = None) -> list[Way]:
     """The settings that fit, the fastest first; of equally fast ones the one that needs less. Times are in
-    ms, by the formula and by the rates of `card.machine`, none of them measured in the setting itself."""
+    ms, by the formula and by the rates of `card.machine`, none of them measured in the setting itself.
+    TypeError for a model or a card that is none."""
+    if not isinstance(shape, LlamaShape):
+        raise TypeError(f"shape: expected a LlamaShape, such as MODELS['8B'], got {shape!r}")
+    if not isinstance(card, Card):
+        raise TypeError(f"card: expected a Card, got {card!r}")
     found = []
     for how in ways(context, card, lora):
         peak = memory(shape, how).peak

@@ -45,9 +45,11 @@ def register() -> None:
     """Make attn_implementation="attnlib" known to transformers. A second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from attnlib.hf import capturing
     from attnlib.hf.mask_functions import attention_mask
     from attnlib.hf.models import check_when_chosen
 
+    capturing.prepare()
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
     check_when_chosen()

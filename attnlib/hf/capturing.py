@@ -6,10 +6,18 @@ from typing import Any
 
 import torch
 
-try:
-    from transformers.utils.output_capturing import _active_collector as _active
-except ImportError:  # another version of transformers
-    _active = None
+_active: Any = None
+"""What models of transformers collect, by context; None before `prepare`, or in a version without it."""
+
+
+def prepare() -> None:
+    """Once, when transformers is there: importing attnlib.hf does not load it."""
+    global _active
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:  # another version of transformers
+        return
+    _active = _active_collector
 
 
 def check_outputs() -> None:

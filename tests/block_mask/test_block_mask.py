@@ -3,6 +3,7 @@ its lists cover it once, and what is malformed is an error that names it."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 from itertools import product
@@ -86,6 +87,19 @@ def test_a_function_that_tells_heads_apart_has_lists_that_they_share(name):
     assert torch.allclose(fewer, expected[:1, :2], atol=1e-6)
     assert torch.equal(BlockMask.from_torch(theirs, batch=2, heads=3).to_dense().expand(2, 3, -1, -1),
                        whole.to_dense())  # fmt: skip
+
+
+def test_a_mask_for_one_head_is_not_shared():
+    q = torch.randn(1, 2, 100, 16)
+    every = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    theirs = TorchMask.from_kv_blocks(*every, mask_mod=TOLD_APART["heads"], seq_lengths=(100, 100))
+    ours = BlockMask.from_torch(theirs)
+    one = q[:, :1]
+    expected = attention(one, one, one, causal=True, impl="reference")
+    torch.testing.assert_close(attention(one, one, one, block_mask=ours, impl="reference"), expected)
+    for mask in (ours, ours.to("cpu"), copy.deepcopy(ours)):
+        with pytest.raises(ValueError, match="^block_mask: expected a number of heads of 2 as q has, got a"):
+            attention(q, q, q, block_mask=mask)
 
 
 def test_a_mask_of_torchs_that_was_changed_is_made_again():
@@ -342,9 +356,7 @@ WRONG = [
      "mask: expected a tensor with memory, got one without (meta or fake)"),
     (lambda: torch.vmap(lambda x: BlockMask.from_mask(x).to_dense())(torch.ones(2, 4, 4, dtype=torch.bool)),
      NotImplementedError, "mask: a block mask of what torch.vmap maps: not supported; make it outside"),
-    (lambda: BlockMask.from_torch(theirs(mask_mod=lambda b, h, i, j: h == 1)), ValueError,
-     "heads: expected their number in the calls, because the lists of the mask are shared and its mask_mod "
-     "tells them apart, got None"),
+    (lambda: BlockMask.from_torch(theirs(), heads=0), ValueError, "heads: expected 1 or more, got 0"),
     (lambda: BlockMask.from_torch(BLOCKS), TypeError,
      "mask: expected a torch.nn.attention.flex_attention.BlockMask, got torch.Tensor"),
     (lambda: BlockMask.from_torch(theirs(BLOCK_SIZE=32)), ValueError,

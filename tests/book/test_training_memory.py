@@ -425,6 +425,14 @@ def test_advice():
         Card(0)
     with pytest.raises(ValueError, match="gpus: expected an int from 1 on, got 1.5"):
         Card(1e9, 1.5)
+    with pytest.raises(ValueError, match="host: expected bytes from 0 on, got nan"):
+        Card(1e9, host=math.nan)
+    with pytest.raises(TypeError, match="room: expected a number of bytes, got '80e9'"):
+        Card("80e9")
+    with pytest.raises(TypeError, match="shape: expected a LlamaShape, such as .*, got '8B'"):
+        advise("8B", 1024, Card(1e9))
+    with pytest.raises(TypeError, match="card: expected a Card, got 8"):
+        advise(MODELS["8B"], 1024, 8)
 
 
 @pytest.mark.parametrize(
