@@ -54,6 +54,7 @@ BAD = {
     "shape (768,)",
     "dtype": "TypeError: weight: expected dtype torch.float32 as q has, got torch.float16",
     "none": "TypeError: weight: expected a torch.Tensor, got NoneType",
+    "sparse": "TypeError: weight: expected a dense tensor (layout torch.strided), got torch.sparse_coo",
     "DTensor": "TypeError: q: expected a torch.Tensor of this rank, got a DTensor; x.to_local() has its part",
     "DTensor of a weight": "TypeError: weight: expected a torch.Tensor of this rank, got a DTensor; "
     "x.to_local() has its part",

@@ -114,7 +114,7 @@ def bad(what: str) -> str:
     }.get(what, {})  # fmt: skip
     weight = {
         "weight": weight[:, :-1], "dtype": weight.half(), "none": None, "flat": weight.flatten(),
-        "DTensor of a weight": as_dtensor(weight),
+        "DTensor of a weight": as_dtensor(weight), "sparse": weight.to_sparse(),
     }.get(what, weight)  # fmt: skip
     if what == "DTensor":
         q, k, v = (as_dtensor(x) for x in (q, k, v))

@@ -485,6 +485,17 @@ def test_what_decides_about_sections_up_to_128_columns(columns: int) -> None:
     assert found(varlen=True) == found(varlen=True, masked=True) == (16, None)
 
 
+@pytest.mark.parametrize(("columns", "of", "keys"), [(256, 64, 64), (128, 256, 128), (64, 256, 128)])
+def test_a_configuration_of_another_kernel_is_refused(columns: int, of: int, keys: int) -> None:
+    """Its number of keys a program would leave some of them out."""
+    shape = (1, 1, 1024, columns)
+    strides = (torch.empty(shape, device="meta").stride(),) * 5
+    config, window = hopper_backward_config(of), MaskWindow(None, None)
+    call = Signature(shape, shape, strides, torch.float16, -1, window, SCALE, None, False, config)
+    with pytest.raises(ValueError, match=f"^block_n: expected {keys} for {columns} columns, got"):
+        launch_backward.prepare(call)
+
+
 def test_values_that_do_not_fit_are_refused() -> None:
     q = torch.zeros(1, 1, 100, 192, dtype=torch.float16)
     config, shape = replace(KEYS_96, value_columns=128), tuple(q.shape)
