@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from attnlib.arguments.masks import is_torch_mask
-from attnlib.block_mask.functions import tells_apart
 from attnlib.block_mask.mask import BlockMask
 
 PARTS = "mask_mod", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
@@ -18,8 +17,8 @@ class _Made(NamedTuple):
     """What was made of a mask, and of what."""
 
     parts: tuple[Any, ...]
-    apart: tuple[bool, bool]  # the function depends on the batch element, on the head
-    masks: dict[tuple[int, ...], BlockMask]  # of calls with so many batch elements and heads
+    own: BlockMask
+    masks: dict[tuple[int | None, ...], BlockMask]  # for so many batch elements and heads, if `own` is alone
 
 
 _made: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()
@@ -39,11 +38,11 @@ def of_torch(mask: Any, q: torch.Tensor) -> Any:
     parts = tuple(getattr(mask, name) for name in PARTS)
     found = _made.get(mask)
     if found is None or any(x is not y for x, y in zip(found.parts, parts, strict=True)):
-        found = _made[mask] = _Made(parts, tells_apart(mask.mask_mod, mask.kv_num_blocks.device), {})
-    own, given = (1, 1, *mask.kv_num_blocks.shape[:-1])[-2:], q.shape[:2]  # lists may lack B and H
-    size = tuple(
-        n if told and n_own == 1 else n_own for n, n_own, told in zip(given, own, found.apart, strict=False)
-    )
+        found = _made[mask] = _Made(parts, BlockMask.from_torch(mask), {})
+    alone = zip(q.shape[:2], found.own.alone, strict=True)
+    batch, heads = size = tuple(max(n, 1) if one and n != 1 else None for n, one in alone)
+    if size == (None, None):
+        return found.own
     if size not in found.masks:
-        found.masks[size] = BlockMask.from_torch(mask, batch=given[0], heads=given[1])
+        found.masks[size] = BlockMask.from_torch(mask, batch=batch, heads=heads)
     return found.masks[size]

@@ -89,6 +89,15 @@ def test_a_function_that_tells_heads_apart_has_lists_that_they_share(name):
                        whole.to_dense())  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["heads", "neither"])
+def test_torchs_masks_and_no_batch(name):
+    """Of a batch of 0 there is nothing to compute, and nothing wrong."""
+    every = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    theirs = TorchMask.from_kv_blocks(*every, mask_mod=TOLD_APART[name], seq_lengths=(100, 100))
+    q = torch.zeros(0, 2, 100, 16)
+    assert attention(q, q, q, block_mask=theirs, impl="reference").shape == q.shape
+
+
 def test_a_mask_for_one_head_is_not_shared():
     q = torch.randn(1, 2, 100, 16)
     every = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)

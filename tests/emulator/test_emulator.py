@@ -507,7 +507,7 @@ def test_a_barrier_that_is_invalidated() -> None:
 
 
 @gluon.jit
-def _copied(desc, bar, x, turn: gl.constexpr):
+def _copied(desc, bar, x):
     mbarrier.expect(bar, desc.block_type.nbytes)
     tma.async_copy_global_to_shared(desc, [0, 0], bar, x)
     mbarrier.wait(bar, 0)
@@ -518,12 +518,12 @@ def copies_after_both(desc, FENCED: gl.constexpr):
     x = buffer(desc)
     bar = barriers(1, 1).index(0)
     fence_async_shared()
-    _copied(desc, bar, x, 0)
+    _copied(desc, bar, x)
     mbarrier.invalidate(bar)
     mbarrier.init(bar, count=1)
     if FENCED:
         fence_async_shared()
-    _copied(desc, bar, x, 1)
+    _copied(desc, bar, x)
 
 
 def test_copies_know_nothing_of_a_barrier_that_is_initialized_again() -> None:

@@ -134,7 +134,8 @@ def add_peer(calls: dict[str, Callable], cell: Cell, *tensors: Tensor) -> None:
 
 def compile_one(name: str, form: HopperBackwardConfig) -> str:
     """In a child: what it compiles stays in Triton's cache."""
-    cell, tokens = cell_of(name), cell_of(name).shape.seqlen
+    cell = cell_of(name)
+    tokens = cell.shape.seqlen
     # Beyond a window of the plane, and as many keys in the last block as in the call that is timed.
     length = min(tokens, 1152 + tokens % 384)
     small = cell._replace(shape=replace(cell.shape, batch=1, seqlen=length))  # varlen of one sequence
