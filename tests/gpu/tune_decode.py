@@ -49,17 +49,21 @@ NEXT = {
     "idle 1, next, whole rows": {"idle_tiles": 1, "prefetch_next": True, "merge_columns": 128},
 }
 # Keys of a tile over what is chosen, stages, programs of a multiprocessor, warps.
-TILES = {"4 per SM": (1, 3, 4, 4), "4 stages": (1, 4, 3, 4), "2 x keys": (2, 3, 2, 4)}
-TILES["8 warps"] = 2, 3, 2, 8
+TILES = {"4 warps": (1, 3, 3, 4), "keys / 2": (0.5, 3, 6, 2)}
+TILES |= {"1 warp": (1, 3, 8, 1), "1 warp, keys / 2": (0.5, 3, 8, 1)}
 LARGE = {"2 x keys, 1 per SM": (2, 3, 1, 4), "2 x keys, 1 per SM, 8 warps": (2, 3, 1, 8)}
 LARGE |= {"2 x keys, 2 per SM": (2, 2, 2, 4), "2 x keys, 2 per SM, 8 warps": (2, 2, 2, 8)}
 LARGE |= {"3 stages, 2 per SM": (1, 3, 2, 4), "3 stages, 1 per SM": (1, 3, 1, 4)}
 LARGE |= {"4 stages, 1 per SM": (1, 4, 1, 4), "2 stages, 3 per SM": (1, 2, 3, 4)}
+LARGE |= {"late sums": (1, 2, 3, 4), "2 warps, late sums": (1, 2, 4, 2), "1 warp, late sums": (0.5, 3, 6, 1)}
+LARGE |= {"2 warps, 5 per SM, late sums": (1, 2, 5, 2), "2 warps, keys / 2, late sums": (0.5, 3, 6, 2)}
 TUNED = {
     "ragged": [CALLS[-1], CALLS[2], CALLS[4]],
-    "sizes": [*CALLS[:6], Call((16384,), 4, 1), Call((16384,) * 56, 4, 1), Call((16384,) * 200, 4, 1)],
+    "sizes": [*CALLS[:6], CALLS[-1], *(Call((16384,) * pairs, 4, 1) for pairs in (1, 56, 200))],
     "pages": [CALLS[0], CALLS[1], CALLS[4], CALLS[-1]],
-    "fp8": [CALLS[2], CALLS[4], CALLS[6], CALLS[-1]],
+    # With 4, 32 and 64 query rows for a key head.
+    "fp8": [replace(CALLS[2], dtype="bfloat16"), *CALLS, Call((65536,), head_dim=256),
+            *(Call((65536,), heads, head_dim=dim) for heads in (256, 512) for dim in (64, 128, 256))],
 }
 
 
@@ -81,13 +85,14 @@ def with_config(inputs: Inputs, changes: dict, fp8: bool = False, page: int | No
         per_sm = changes.pop("per_sm")
         changes["shares"] = per_sm * device.num_sms(q.get_device())
         changes["registers"] = registers_for(per_sm, changes["num_warps"]) if fp8 else None
-        changes["block_n"] = config.block_n * changes.pop("keys")
+        changes["block_n"] = int(config.block_n * changes.pop("keys"))
     params = params._replace(config=replace(config, **changes))
     return lambda: DECODERS["triton"].forward(q, k, v, params)[0]
 
 
-def sized(keys: int, stages: int, per_sm: int, warps: int) -> dict:
-    return {"keys": keys, "num_stages": stages, "per_sm": per_sm, "num_warps": warps}
+def sized(keys: float, stages: int, per_sm: int, warps: int, late: bool) -> dict:
+    made = {"keys": keys, "num_stages": stages, "per_sm": per_sm, "num_warps": warps}
+    return made | {"late_sums": True} if late else made
 
 
 def peers_of(inputs: Inputs) -> dict[str, Callable[[], Function]]:
@@ -105,7 +110,8 @@ def next_pairs(inputs: Inputs) -> dict[str, Callable[[], Function]]:
 def sizes(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     made = {OURS: lambda: with_config(inputs, {}), f"{OURS}, as it chooses": lambda: timed.ours(inputs)}
     for name, wanted in LARGE.items():
-        made[f"{OURS}, {name}"] = lambda wanted=wanted: with_config(inputs, sized(*wanted))
+        changes = sized(*wanted, "late" in name)
+        made[f"{OURS}, {name}"] = lambda changes=changes: with_config(inputs, changes)
     return made | peers_of(inputs)
 
 
@@ -122,8 +128,12 @@ def pages(inputs: Inputs) -> dict[str, Callable[[], Function]]:
 def tiles(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     made = {OURS: lambda: timed.ours(inputs, "stream_k"), OURS_FP8: lambda: with_config(inputs, {}, True)}
     for name, wanted in TILES.items():
-        changes = sized(*wanted)
+        changes = sized(*wanted, True)
         made[f"{OURS_FP8}, {name}"] = lambda changes=changes: with_config(inputs, changes, True)
+        for page in PAGES:
+            made[f"{OURS_FP8}, pages of {page}, {name}"] = lambda page=page, changes=changes: with_config(
+                inputs, changes, True, page
+            )
     for page in PAGES:
         made[f"{OURS_FP8}, pages of {page}"] = lambda page=page: with_config(inputs, {}, True, page)
     return made

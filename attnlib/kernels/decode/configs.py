@@ -58,6 +58,8 @@ class DecodeConfig:
         prefetch_next: with `prefetch`, also for the first keys of its next pair before it has done the last.
         idle_tiles: of "stream_k": beginning a pair takes as long as so many tiles, which shares allow for.
         registers: most that a thread may have; None for what the compiler thinks best.
+        late_sums: weights are added up over a row behind all tiles; until then a thread keeps as many sums as
+            it has weights of a tile.
         merge_columns: of a row, which a program that merges takes; None for what `merge_config` chooses.
     """
 
@@ -72,6 +74,7 @@ class DecodeConfig:
     prefetch_next: bool = False
     idle_tiles: int = 0
     registers: int | None = None
+    late_sums: bool = False
     merge_columns: int | None = None
 
 
@@ -81,9 +84,7 @@ TILE_BYTES = 16 << 10
 which a program waits for something else. With three stages a program has one pair of tiles in flight while it
 works on another, 32 KB, and two pairs when it is done with that."""
 FP8_TILE_BYTES = 8 << 10
-"""The same in FP8: as many keys as in 16 bits, which they become in registers. With twice as many the kernel
-takes 196 registers instead of 128, and two programs fit on a multiprocessor instead of four. Not measured
-yet."""
+"""The same in FP8, at most."""
 REGISTERS, MOST_REGISTERS = 1 << 16, 255
 """Of a multiprocessor, and of a thread."""
 MERGE_REGISTERS = 128 * 64
@@ -138,14 +139,16 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
     row_bytes = work.row_bytes
     query_bytes = block_m * block_d(work.head_dim) * ITEMSIZE[work.dtype]
     num_warps = 8 if query_bytes > LARGE_TILE else 4
-    tile_bytes = FP8_TILE_BYTES if work.fp8 else TILE_BYTES
-    block_n = min(MOST_KEYS, max(FEWEST_KEYS, tile_bytes // row_bytes))
+    block_n = min(MOST_KEYS, max(FEWEST_KEYS, TILE_BYTES // row_bytes))
+    if work.fp8:
+        block_n, num_warps, _ = fp8_tile(block_m, work)
+    stages, programs_per_sm = residency(block_m, work)
     tiles = max(1, -(-work.keys // block_n))
     pairs = work.pairs * -(-work.rows // block_m)
-    stages, programs_per_sm = residency(block_m, work)
     programs = work.sms * programs_per_sm
     if split is None:
-        full = work.equal and pairs >= FULL_WAVES * -(-pairs // work.sms) * work.sms
+        # In FP8 a program for each SM would have to read twice as many keys at a time.
+        full = work.equal and not work.fp8 and pairs >= FULL_WAVES * -(-pairs // work.sms) * work.sms
         split = "none" if full or tiles <= FEW_TILES else "stream_k"
     if split == "stream_k":
         shares = min(programs, pairs * tiles)
@@ -158,13 +161,14 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
         block_n, stages = 2 * block_n, 3
     prefetch = row_bytes <= 256  # with more, its addresses are registers too many
     # Left alone, the compiler spills two words of some calls to fit one program more than there are.
-    limited = work.fp8 or work.dtype == "float32" or programs_per_sm > 2
-    limited &= split != "none" and (work.page_scales or (num_warps == 4 and block_m == 16))
+    limited = (work.dtype == "float32" or programs_per_sm > 2) and num_warps == 4 and block_m == 16
+    limited = split != "none" and (work.fp8 or limited)
     spare = 0 if work.fp8 else MERGE_REGISTERS
     registers = registers_for(programs_per_sm, num_warps, spare) if limited else None
     return DecodeConfig(
-        block_m, block_n, num_warps, stages, split, shares, prefetch=prefetch, registers=registers
-    )
+        block_m, block_n, num_warps, stages, split, shares, prefetch=prefetch, registers=registers,
+        late_sums=work.fp8 and block_m == 16 and split != "none",
+    )  # fmt: skip
 
 
 def registers_for(programs: int, num_warps: int, spare: int = 0) -> int:
@@ -209,15 +213,40 @@ def residency(block_m: int, work: Work) -> Residency:
     rows of 128 columns in 16 bits, and 1% slower for 64 (docs/lab/decode.md). Slower memory is kept busy by
     one program an SM, which is 2 to 6% faster there if it never has to begin a sequence of other length."""
     width = block_d(work.head_dim)
+    if work.fp8:
+        return Residency(3, fp8_tile(block_m, work).programs)
     if block_m == MOST_ROWS and width >= 128:
         return Residency(3, 1)
-    if work.fp8:  # what registers allow
-        if block_m == 16:
-            return Residency(3, 2 if work.crowded else 3)
-        return Residency(3, 1 if work.crowded or block_m * width >= MOST_ROWS * 128 else 2)
     if block_m == 16 and width == 128 and ITEMSIZE[work.dtype] == 2:
         return Residency(3, 1) if work.equal and work.bandwidth < SLOW_MEMORY else Residency(2, 3)
     return Residency(3, 2)
+
+
+class Fp8Tile(NamedTuple):
+    """Keys of a tile in FP8, warps of a program, and programs that run on a multiprocessor at a time."""
+
+    keys: int
+    warps: int
+    programs: int
+
+
+def fp8_tile(block_m: int, work: Work) -> Fp8Tile:
+    """Warps make numbers of 16 bits of keys and values, some of them in several warps where there are many,
+    and each computes the places and scales of all pages of a tile. So a program has two warps, but where many
+    rows take their registers. Pages with a scale each have larger tiles, over which that is divided, but for
+    more rows. Timed on an H200 beside one and four warps (docs/lab/decode.md)."""
+    width, many = block_d(work.head_dim), block_m > 16
+
+    def keys(nbytes: int, most: int = MOST_KEYS // 2) -> int:
+        return max(FEWEST_KEYS, min(most, nbytes // width))
+
+    if block_m == MOST_ROWS:
+        return Fp8Tile(keys(FP8_TILE_BYTES, MOST_KEYS), 4, 2)
+    if many and width == 256:
+        return Fp8Tile(keys(FP8_TILE_BYTES), 4, 2)
+    if work.page_scales:
+        return Fp8Tile(keys(FP8_TILE_BYTES // 2 if many else FP8_TILE_BYTES), 2, 4)
+    return Fp8Tile(keys(FP8_TILE_BYTES), 2, 4) if many else Fp8Tile(keys(FP8_TILE_BYTES // 2), 2, 6)
 
 
 def fixed_splits(pairs: int, tiles: int, programs: int) -> int:

@@ -15,8 +15,10 @@ division by l in memory. Such results merge by an associative operation, the res
 Either a second launch merges them, or the program that finishes a pair last. Both merge in the order of the
 keys, so that equal calls have equal bits. No program waits for another.
 
-Caches in FP8 become numbers of the queries' dtype when they have been loaded, which is exact. The scales of
-keys are applied to scores, those of values to the output, both in float32.
+Caches in FP8 become float16 when they have been loaded, which is exact. Queries do, too, in units that bring
+them into its range, and weights, in units that keep small ones. The scales of keys are applied to scores,
+those of values to the output, both in float32. Two neighboring columns are loaded as one number of 16 bits,
+so the first and the second columns of all pairs are two operands, and each product two.
 
 Where a pair begins and ends follows from the lengths, which each program reads from memory. A grid that was
 launched for one batch of lengths, in a CUDA graph for instance, is right for any other.
@@ -27,10 +29,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.kernels.common.logarithms import LN2
-from attnlib.kernels.decode.keys import ask_for_first_tile, of_fp8, page_of, row_of, scale_of
+from attnlib.kernels.decode.keys import ask_for_first_tile, halves, in_float16, page_of, row_of, scale_of
 from attnlib.kernels.decode.line import parts_of, sequence_at, share_of, span, tiles_before, tiles_of
 
 SMALLEST = tl.constexpr(2.0**-126)  # positive normal number
+HEADROOM = tl.constexpr(15)
+"""Weights of keys in FP8 are at most 2^15, not 1: they become float16, whose smallest number is 2^-24."""
 
 
 # ---------------------------------------------------------------- results
@@ -169,7 +173,10 @@ def _attend(
     FLIP: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
+    FP8: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PTX: tl.constexpr,
+    LATE_SUMS: tl.constexpr,
 ):
     """(output before its division by l, m, l) of `count` tiles from `first` on.
 
@@ -179,12 +186,19 @@ def _attend(
     are k_scale_page and v_scale_page elements apart; None for 1.
     """
     o_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    o_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    NUMBERS: tl.constexpr = 2 if PAIRS else 1  # of an element that is loaded
+    o_d = tl.arange(0, BLOCK_D // NUMBERS)  # [BLOCK_D], or half of them
+    if PAIRS:
+        k_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        b_q, b_q2 = tl.split(tl.reshape(b_q, [BLOCK_M, BLOCK_D // 2, 2]))
+        b_acc2 = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)  # of the second column of each pair
     k_column = o_d if k_d is None else o_d.to(tl.int64) * k_d  # [BLOCK_D]
     v_column = o_d if v_d is None else o_d.to(tl.int64) * v_d  # [BLOCK_D]
     b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running row maximum of scores * qk_scale
-    b_l = tl.zeros([BLOCK_M], tl.float32)  # running row sum
-    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # Running row sums; or of each column of all tiles, which are added up behind the loop.
+    b_l = tl.zeros([BLOCK_M, BLOCK_N] if LATE_SUMS else [BLOCK_M], tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D // NUMBERS], tl.float32)
     b_unit = SMALLEST  # of b_acc: the largest scale of a page of values so far
     if k_scale is not None and k_scale_page is None:
         b_ks = tl.load(k_scale)
@@ -199,15 +213,20 @@ def _attend(
             next_page = page_of(table, j + 1, o_n, begin, end, PAGE, BLOCK_N)
         k_row = row_of(key, page, k_page, k_s, PAGE, WIDE)  # [BLOCK_N]
         v_row = k_row if ALIKE else row_of(key, page, v_page, v_s, PAGE, WIDE)  # [BLOCK_N]
-        mask = there[:, None] & (o_d < D)[None, :] if D < BLOCK_D else there[:, None]
+        mask = there[:, None] & (o_d * NUMBERS < D)[None, :] if D < BLOCK_D else there[:, None]
         # Rows, then columns: another order of these sums costs 50 instructions a tile.
-        k_rows = k_ptr + (k_row.to(tl.int64) * UNIT_KV)[:, None]  # [BLOCK_N, 1]
-        v_rows = v_ptr + (v_row.to(tl.int64) * UNIT_KV)[:, None]  # [BLOCK_N, 1]
+        k_rows = k_ptr + (k_row.to(tl.int64) * (UNIT_KV // NUMBERS))[:, None]  # [BLOCK_N, 1]
+        v_rows = v_ptr + (v_row.to(tl.int64) * (UNIT_KV // NUMBERS))[:, None]  # [BLOCK_N, 1]
         b_k = tl.load(k_rows + k_column[None, :], mask=mask, other=0.0)  # [BLOCK_N, BLOCK_D]
         b_v = tl.load(v_rows + v_column[None, :], mask=mask, other=0.0)  # [BLOCK_N, BLOCK_D]
-        if b_k.dtype != b_q.dtype:
-            b_k, b_v = of_fp8(b_k, b_q.dtype, True, WIDEN), of_fp8(b_v, b_q.dtype, False, WIDEN)
+        if PAIRS:
+            b_k, b_k2 = halves(b_k, PTX)
+            b_v, b_v2 = halves(b_v, PTX)
+        elif FP8:
+            b_k, b_v = b_k.to(tl.float16), b_v.to(tl.float16)
         b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if PAIRS:
+            b_s = tl.dot(b_q2, b_k2.T, b_s)
         if k_scale_page is not None:
             b_ks = scale_of(k_scale, page, k_scale_page, there, PAGE, BLOCK_N)  # [1, BLOCK_N], or one for all
         if k_scale is not None:
@@ -217,11 +236,14 @@ def _attend(
         if first_key is not None:
             seen &= key[None, :] >= first_key[:, None]
         b_s = tl.where(seen, b_s, float("-inf"))
-        m_new = tl.maximum(b_m, tl.max(b_s, 1) * qk_scale)  # [BLOCK_M]
+        m_tile = tl.max(b_s, 1) * qk_scale  # [BLOCK_M]
+        if FP8:
+            m_tile -= HEADROOM
+        m_new = tl.maximum(b_m, m_tile)  # [BLOCK_M]
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
-        b_p = tl.math.exp2(b_s * qk_scale - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
+        b_p = tl.math.exp2(b_s * (qk_scale[:, None] if FP8 else qk_scale) - m_ref[:, None])
         alpha = tl.math.exp2(b_m - m_ref)  # [BLOCK_M]
-        b_l = b_l * alpha + tl.sum(b_p, 1)
+        b_l = b_l * alpha[:, None] + b_p if LATE_SUMS else b_l * alpha + tl.sum(b_p, 1)
         if v_scale_page is not None:  # weights are in units of the largest scale, as 16 bits can't be small
             b_vs = scale_of(v_scale, page, v_scale_page, there, PAGE, BLOCK_N)  # [1, BLOCK_N], or one for all
             largest = tl.abs(b_vs) if PAGE % BLOCK_N == 0 else tl.max(tl.max(tl.abs(b_vs), 1), 0)
@@ -229,8 +251,15 @@ def _attend(
             b_p *= b_vs / larger
             alpha *= b_unit / larger
             b_unit = larger
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * alpha[:, None], input_precision=PRECISION)
+        b_p = b_p.to(b_v.dtype)
+        b_acc = tl.dot(b_p, b_v, b_acc * alpha[:, None], input_precision=PRECISION)
+        if PAIRS:
+            b_acc2 = tl.dot(b_p, b_v2, b_acc2 * alpha[:, None])
         b_m = m_new
+    if LATE_SUMS:
+        b_l = tl.sum(b_l, 1)
+    if PAIRS:
+        b_acc = tl.interleave(b_acc, b_acc2)
     if v_scale_page is not None:
         b_acc *= b_unit
     elif v_scale is not None:
@@ -309,7 +338,10 @@ def attention_decode(
     STORE_LSE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,  # PTX turns FP8 into 16 bits
+    FP8: tl.constexpr,  # what keys and values are; they become float16, as queries do
+    PAIRS: tl.constexpr,  # columns of FP8 are loaded two at a time
+    PTX: tl.constexpr,  # instructions are available, as they are not in the interpreter
+    LATE_SUMS: tl.constexpr,  # weights are added up over a row behind the loop
 ):
     """out = softmax(sm_scale * Q K^T) V for q (B, H, S_Q, D) and caches (B, H_kv, S, D), or (pages, H_kv,
     PAGE, D); see the module's docstring.
@@ -383,6 +415,10 @@ def attention_decode(
         columns = row[:, None] & (o_d < D)[None, :]  # [BLOCK_M, BLOCK_D]
         places = (i_b.to(tl.int64) * q_b + i_h.to(tl.int64) * q_h + i_s.to(tl.int64) * q_s) * UNIT_Q
         b_q = tl.load(q_ptr + places[:, None] + o_d[None, :], mask=columns, other=0.0)  # [BLOCK_M, BLOCK_D]
+        b_scale = qk_scale
+        if FP8:
+            b_q, b_unit = in_float16(b_q)
+            b_scale = tl.maximum(qk_scale * b_unit, SMALLEST)  # [BLOCK_M]; 0 times -inf is NaN
         position = length - S_Q + i_s  # [BLOCK_M] the last query stands at the last key
         last_key = tl.zeros([BLOCK_M], tl.int32) + (length - 1)  # [BLOCK_M]
         if right is not None:
@@ -403,8 +439,9 @@ def attention_decode(
         busy = tl.minimum(count, tiles - IDLE - done)  # tiles that have keys; below 1 for none
         b_acc, b_m, b_l = _attend(
             b_q, k_head, v_head, table, first_tile + done, busy, from_key, length, first_key, last_key,
-            qk_scale, k_b, k_s, k_d, v_b, v_s, v_d, k_scales, v_scales, k_scale_page, v_scale_page, D,
-            BLOCK_M, BLOCK_N, BLOCK_D, PAGE, UNIT_KV, WIDE, ALIKE, FLIP, NUM_STAGES, PRECISION, WIDEN,
+            b_scale, k_b, k_s, k_d, v_b, v_s, v_d, k_scales, v_scales, k_scale_page, v_scale_page, D,
+            BLOCK_M, BLOCK_N, BLOCK_D, PAGE, UNIT_KV, WIDE, ALIKE, FLIP, NUM_STAGES, PRECISION, FP8, PAIRS,
+            PTX, LATE_SUMS,
         )  # fmt: skip
 
         if count == tiles:  # nothing to merge

@@ -69,25 +69,33 @@ def ask_for_first_tile(
 
 
 @triton.jit
-def of_fp8(x, dtype: tl.constexpr, MOVABLE: tl.constexpr, WIDEN: tl.constexpr):
-    """FP8 (e4m3) as numbers of a wider dtype, without rounding.
+def halves(pairs, PTX: tl.constexpr):
+    """(first, second) numbers of pairs of FP8 (e4m3), which come as int16, as float16, without rounding.
 
-    An operand of a product has a layout of its own, into which it is copied. The compiler moves the copy
-    ahead of a conversion that is MOVABLE, where it has half the bytes. Values would lose by that: they are
-    transposed, and FP8 is so one byte at a time. Told that the conversion has a side effect, it does not.
+    As elements of 16 bits pairs come from shared memory in the layout of an operand, values too, which are
+    transposed. Two pairs are in a register, of neighbors along the axis that a product sums over, and become
+    a register of first numbers and one of second ones. FP8 as elements of its own would have to become
+    float16 before it is transposed, and go through shared memory once more.
     """
-    if not WIDEN:
-        return x.to(dtype)
-    elif dtype == tl.float16:
+    if PTX:
         return tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
-            "=r,=r,r", [x], dtype=tl.float16, is_pure=MOVABLE, pack=4,
+            """{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;
+            cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }""",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b16 a, b; .reg .b32 p, q; .reg .f16 c, d; .reg .f32 e, f;
-            mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;
-            mov.b32 {c, d}, p; cvt.f32.f16 e, c; cvt.f32.f16 f, d; cvt.rn.bf16x2.f32 $0, f, e;
-            mov.b32 {c, d}, q; cvt.f32.f16 e, c; cvt.f32.f16 f, d; cvt.rn.bf16x2.f32 $1, f, e; }""",
-            "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=MOVABLE, pack=4,
-        )  # fmt: skip
+        first, second = (pairs & 0xFF).to(tl.uint8), ((pairs >> 8) & 0xFF).to(tl.uint8)
+        first, second = first.to(tl.float8e4nv, bitcast=True), second.to(tl.float8e4nv, bitcast=True)
+        return first.to(tl.float16), second.to(tl.float16)
+
+
+@triton.jit
+def in_float16(x):
+    """(x as float16, unit [rows] float32) of rows [rows, columns] of 16 bits. A row's unit is a power of two
+    that makes its largest number 2^14 to 2^15, so that bfloat16 fits in. What is lost of a number is at most
+    2^-39 of the largest one."""
+    x = x.to(tl.float32)
+    largest = tl.max(tl.abs(x), 1)
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    unit = tl.maximum(power, 2.0**-100) * 2.0**-14  # its inverse is finite
+    return (x * (1 / unit)[:, None]).to(tl.float16), unit

@@ -309,7 +309,10 @@ def prepare(call: Call) -> Plan:
             "FLIP": call.sm_scale < 0,
             "NUM_STAGES": config.num_stages,
             "PRECISION": "ieee" if call.dtype == torch.float32 else "tf32",
-            "WIDEN": call.fp8 and not device.interpreted(),
+            "FP8": call.fp8,
+            "PAIRS": call.fp8 and all(call.aligned) and unit_kv > 1 and width >= 32,
+            "PTX": not device.interpreted(),
+            "LATE_SUMS": config.late_sums,
         }
         | ({} if same_launch else {"PARTS": None, "SLICE": None}),  # or each number of parts is compiled
         options={"num_warps": config.num_warps, "num_stages": config.num_stages}

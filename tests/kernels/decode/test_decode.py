@@ -161,6 +161,58 @@ def test_scales_of_any_value(dtype, page, device):
         torch.testing.assert_close(lse[i_b].double(), expected_lse[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("largest", [1e-25, 1.0, 1e30, 0.0])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_queries_of_any_size_become_float16(largest, dtype, device):
+    """Rows of bfloat16 beyond float16's range, and rows with numbers 10^6 times as large as others."""
+    if dtype == "float16" and largest not in (0.0, 1.0):
+        largest = 1e4 if largest > 1 else 1e-4
+    q, k, v = (torch.randn(2, heads, S, 64, device=device) for heads, S in ((4, 1), (2, 70), (2, 70)))
+    q, k, v = (q.double() * largest).to(getattr(torch, dtype)), *(x.to(torch.float8_e4m3fn) for x in (k, v))
+    q[..., ::7] = (q[..., ::7].double() * 1e-6).to(q.dtype)
+    one = torch.ones(k.shape[:2], device=device)
+    scale = 1e-38 if largest == 0 else 0.1 / max(largest, 1e-25)
+    out, lse = attention_decode(q, k, v, k_scale=one, v_scale=one, sm_scale=scale, return_lse=True)
+    for i_b in range(len(q)):
+        cache = (x[i_b, None].double() for x in (k, v))
+        expected, expected_lse = attention_fp64(q[i_b, None].double(), *cache, sm_scale=scale)
+        error = (out[i_b] - expected[0]).abs().max().item()
+        assert error <= 4 * torch.finfo(q.dtype).eps * expected.abs().max().item()
+        torch.testing.assert_close(lse[i_b].double(), expected_lse[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("split", ["none", "stream_k"])
+def test_small_weights_of_many_keys_in_fp8_are_kept(split, device):
+    """4095 weights of 2^-26 beside one of 1, whose value is 0: in float16 they would be 0."""
+    q, k, v = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 4096, 64), torch.ones(1, 1, 4096, 64)
+    q[..., 0], k[..., 7, 0], v[..., 7, :] = 1, 16, 0
+    q, (k, v) = q.to(device, torch.bfloat16), (x.to(device, torch.float8_e4m3fn) for x in (k, v))
+    one = torch.ones(1, 1, device=device)
+    out = attention_decode(q, k, v, k_scale=one, v_scale=one, sm_scale=26 * math.log(2) / 16, split=split)
+    torch.testing.assert_close(out.float(), torch.full_like(out, 4095 * 2.0**-26).float(), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("what", ["at an odd byte", "with odd strides", "of columns apart"])
+def test_caches_in_fp8_whose_columns_are_no_pairs(what, device):
+    """They are read number by number: two neighbors are no element of 16 bits."""
+    D = 32
+    q, k, v = (torch.randn(2, heads, S, D, device=device) for heads, S in ((4, 1), (2, 70), (2, 70)))
+    q, k, v = q.half(), *(x.to(torch.float8_e4m3fn) for x in (k, v))
+    one = torch.ones(k.shape[:2], device=device)
+    expected = attention_decode(q, k, v, k_scale=one, v_scale=one)
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        wide = torch.zeros(*x.shape[:3], 2 * D + 1, dtype=torch.uint8, device=device)
+        if what == "at an odd byte":
+            places = torch.zeros(x.numel() + 1, dtype=torch.uint8, device=device)[1:].view(x.shape)
+        else:
+            places = wide[..., : 2 * D : 2] if what == "of columns apart" else wide[..., :D]
+        return places.copy_(x.view(torch.uint8)).view(x.dtype)
+
+    out = attention_decode(q, moved(k), moved(v), k_scale=one, v_scale=one)
+    torch.testing.assert_close(out, expected, rtol=4e-3, atol=4e-3)
+
+
 def test_a_gpu_without_fp8_is_an_error(monkeypatch):
     monkeypatch.setattr(kernel_device, "interpreted", lambda: False)
     monkeypatch.setattr(kernel_device, "capability", lambda index: (8, 0))

@@ -63,15 +63,27 @@ def test_slow_memory_is_read_by_one_program_a_multiprocessor_where_sequences_are
     assert decode_config(work(**slow, head_dim=64)) == decode_config(work(head_dim=64))
 
 
-def test_registers_of_fp8_are_those_that_its_programs_leave():
-    for head_dim, registers in ((64, 168), (128, 168), (256, 255)):
-        asked = work(head_dim=head_dim, fp8=True)
+@pytest.mark.parametrize("page_scales", [False, True])
+def test_every_call_with_a_cache_in_fp8_has_a_configuration_that_fits(page_scales):
+    for head_dim, rows in product(range(8, 257, 8), (1, 4, 16, 17, 33, 64, 65, 512)):
+        asked = work(head_dim=head_dim, rows=rows, fp8=True, page_scales=page_scales)
         config = decode_config(asked)
-        assert config.registers == registers
-        assert 32 * config.num_warps * registers * residency(config.block_m, asked).programs <= 1 << 16
-    assert decode_config(work(fp8=True, page_scales=True)).registers == 255
-    assert decode_config(work(fp8=True, rows=32)).registers is None
-    assert decode_config(work(fp8=True), "none").registers is decode_config(work(), "none").registers is None
+        for n in (config.block_m, config.block_n):
+            assert n >= 16 and n & (n - 1) == 0
+        programs = residency(config.block_m, asked).programs
+        assert config.shares <= 132 * programs and config.split == "stream_k"
+        assert 32 * config.num_warps * config.registers * programs <= REGISTERS
+        tiles = 2 * (config.num_stages - 1) * config.block_n * block_d(head_dim)
+        assert programs * (tiles + 2 * config.block_m * block_d(head_dim)) <= SHARED_MEMORY
+        assert config.block_m >= min(rows, 32)
+        assert config.late_sums == (config.block_m == 16)
+
+
+def test_pairs_in_fp8_are_split_even_where_they_fill_the_gpu():
+    assert decode_config(work(pairs=132, equal=True, fp8=True)).split == "stream_k"
+    assert decode_config(work(keys=32 * FEW_TILES, fp8=True)).split == "none"
+    asked = decode_config(work(fp8=True), "none")
+    assert (asked.split, asked.registers, asked.late_sums) == ("none", None, False)
 
 
 def test_registers_leave_room_for_a_program_that_merges():
