@@ -105,7 +105,8 @@ def quantize(
             amax = torch.empty_like(scale)
         elif len(plan.launches.launches) > 1:
             amax = torch.zeros_like(scale)
-        plan.launches(x, data, scale, amax, cu_seqlens, mean, parts)
+        offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
+        plan.launches(x, data, scale, amax, offsets, mean, parts)
     else:
         data.zero_()
         scale.fill_(1.0)

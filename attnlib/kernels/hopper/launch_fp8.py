@@ -69,7 +69,7 @@ def forward(
     )  # fmt: skip
     out = torch.empty((*queries.shape[:-1], k.width), dtype=out_dtype, device=q.device)
     lse = lse_for(queries, params)
-    cu_q, cu_k = (None, None) if params.varlen is None else params.varlen[:2]
+    cu_q, cu_k = (None, None) if params.varlen is None else (x.contiguous() for x in params.varlen[:2])
     prepare(call)(queries, k.data, v.data, out, lse, counter(plain.device), cu_q, cu_k, *scales, v.mean)
     return out[..., : v.head_dim], lse
 

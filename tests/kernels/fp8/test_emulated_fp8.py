@@ -13,6 +13,7 @@ from emulated import ORDERS
 from emulated_fp8 import Call, check
 
 from attnlib.kernels.hopper.configs_fp8 import fp8_config
+from attnlib.params import Varlen
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -116,6 +117,18 @@ WAYS = list(product((True, False), ("late", "random")))
 def test_configurations(flags: dict, way: tuple[bool, str]) -> None:
     (causal, order), config = way, replace(PLAIN, **flags)
     check(Call(64, 2, 1, 300, 400, causal=causal, config=config, return_lse=True), order, seed=2)
+
+
+class Columns(Call):
+    """Its offsets are columns of tables, which are not contiguous."""
+
+    def _varlen(self):
+        *offsets, longest_q, longest_k = super()._varlen()
+        return Varlen(*(torch.stack([x, x + 1], 1)[:, 0] for x in offsets), longest_q, longest_k)
+
+
+def test_offsets_need_not_be_contiguous() -> None:
+    check(Columns(64, 1, 1, varlen=((40, 70), (0, 5), (70, 90))))
 
 
 def test_a_value_that_is_nan_stays_with_its_sequence() -> None:

@@ -177,6 +177,16 @@ def test_varlen_is_each_sequence_alone() -> None:
                 assert torch.equal(one, next(model.values_of(model.quantize(part, role, PLAIN))))
 
 
+@pytest.mark.parametrize(
+    ("role", "recipe"), [("q", PLAIN), ("k", Recipe("head")), ("v", Recipe()), ("v", PLAIN)], ids=str
+)
+def test_offsets_need_not_be_contiguous(role: str, recipe: Recipe, device: str) -> None:
+    """Such as a column of a table; the result names the tensor that was given."""
+    x, offsets, longest = QuantizeCase(role, recipe, lengths=LENGTHS).tensors(device)
+    column = torch.stack([offsets, offsets + 1], 1)[:, 0]
+    compare_with_model(fp8.quantize(x, role, recipe, column, longest), x, recipe)
+
+
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_rotation_is_orthogonal(width: int) -> None:
     matrix = model.rotation(width)
