@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from attnlib.arguments.decode import check_decode_values
 from attnlib.arguments.existing import check_existing
 from attnlib.arguments.tangents import check_tangents
 from attnlib.kernels import BSFA, DECODERS, ENTMAX, FAMILIES, FOR_FEW_CALLS, MASKED
@@ -83,7 +84,8 @@ def accumulate(
 def decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: DecodeParams
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Like `forward`, for `attention_decode`."""
+    """Like `forward`, for `attention_decode`. ValueError: see `check_decode_values`."""
+    check_decode_values(k, params)
     if forward_ad._current_level >= 0:
         scales = (x for x in (params.k_scale, params.v_scale) if x is not None)
         check_tangents("attention_decode", q, k, v, *scales)

@@ -154,7 +154,8 @@ def attention_decode(
     seen = mask_window(causal, window)
     if symbols or not plain(*(x for x in tensors if x is not None)):
         scale = None if sm_scale is None else float(sm_scale)
-        told = None if split is None else str(split)
+        # A range has numbers: dynamo puts the value in the place of a symbol, of which it makes no string.
+        told = str(range(split).stop) if isinstance(split, int) else split
         given = (lengths, page_table, *seen, scale, return_lse, told, starts, k_scale, v_scale)
         out, lse = torch_ops.attention_decode(q, k_cache, v_cache, *given)
     else:

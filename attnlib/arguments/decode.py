@@ -15,6 +15,7 @@ from attnlib.arguments.common import (
     check_tensors,
     type_name,
 )  # fmt: skip
+from attnlib.params import DecodeParams
 
 MOST_QUERIES = 16
 SMALLEST_PAGE = 16
@@ -39,9 +40,8 @@ class DecodeOptions(NamedTuple):
 
 
 def check_decode(q, k, v, options: DecodeOptions, symbols: bool = False) -> None:
-    """Arguments of `attention_decode`. TypeError or ValueError if one is wrong. The values of lengths and
-    pages are looked at where that does not wait for the GPU: on a CPU. symbols: sizes may be no numbers, and
-    tensors have no values."""
+    """Arguments of `attention_decode`, except for the values in lengths, starts and pages: see
+    `check_decode_values`. TypeError or ValueError if one is wrong. symbols: sizes may be no numbers."""
     lengths, table, causal, window, sm_scale, return_lse, split, starts, k_scale, v_scale = options
     if isinstance(k, torch.Tensor) and k.dtype is FP8:
         _check_fp8_caches(q, k, v)
@@ -60,8 +60,6 @@ def check_decode(q, k, v, options: DecodeOptions, symbols: bool = False) -> None
             _check_scales(name, scale, q, k, table is not None)
     check_common(causal, window, sm_scale, return_lse, symbols)
     _check_split(split)
-    if not symbols and not q.is_cuda and q.device.type == "cpu":
-        _check_decode_values(lengths, starts, table, k.shape)
 
 
 def _check_decode_shapes(q: torch.Size, k: torch.Size, v: torch.Size, paged: bool) -> None:
@@ -135,7 +133,12 @@ def _check_split(split) -> None:
         raise ValueError(f"split: {expected}, got {split!r}")
 
 
-def _check_decode_values(lengths, starts, table, cache: torch.Size) -> None:
+def check_decode_values(k: torch.Tensor, params: DecodeParams) -> None:
+    """The values in lengths, starts and pages, which a compiled graph and a dispatch mode bring only when the
+    call runs. ValueError if one is wrong. Not on a GPU: it would have to be waited for."""
+    if k.is_cuda or k.device.type != "cpu":
+        return
+    lengths, starts, table, cache = params.lengths, params.starts, params.page_table, k.shape
     room = cache[2] if table is None else table.shape[1] * cache[2]
     counts = None if lengths is None else lengths.tolist()
     for name, given in (("lengths", counts), ("starts", None if starts is None else starts.tolist())):

@@ -103,6 +103,40 @@ def test_without_memory(device):
             assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
 
 
+def test_fake_tensors_outside_of_their_mode(device):
+    """Their values are not looked at."""
+    mode, inputs = FakeTensorMode(), make(CASES["pages"], device)
+    q, k, v, lengths, table = (mode.from_tensor(x) for x in (*inputs[:4], inputs.table))
+    assert attention_decode(q, k, v, lengths=lengths, page_table=table).shape == q.shape
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="values on a GPU are not looked at")
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lengths": torch.tensor([7, 49]).int()}, "lengths: expected 0 to 48, which the cache has room for"),
+        ({"starts": torch.tensor([-1, 0]).int()}, "starts: expected 0 to 48, which the cache has room for"),
+        ({"page_table": torch.full((2, 3), -1).int()}, "page_table: expected pages from 0 to"),
+    ],
+)
+def test_values_are_checked_when_the_call_runs(wrong, message):
+    """A compiler has none, and under a dispatch mode a tensor may have none: page -1 would be the last."""
+    inputs = make(CASES["pages"], "cpu")
+    options = options_of(CASES["pages"], inputs) | wrong
+    compiled = torch.compile(attention_decode, backend="eager", fullgraph=True)
+    for call in (attention_decode, compiled, lambda *x, **y: flops(lambda: attention_decode(*x, **y))):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call(*inputs[:3], **options)
+
+
+def test_a_number_of_splits_that_a_graph_has_a_symbol_for(device):
+    q, k, v, lengths, *_ = make(CASES["lengths"], device)
+    compiled = torch.compile(attention_decode, backend="eager", fullgraph=True, dynamic=True)
+    for split in (2, 3, 10**20):
+        out = compiled(q, k, v, lengths=lengths, split=split)
+        assert torch.equal(out, attention_decode(q, k, v, lengths=lengths, split=split))
+
+
 def test_wrong_arguments_in_a_graph(device):
     q, k, v, lengths, *_ = make(CASES["lengths"], device)
     compiled = torch.compile(attention_decode, backend="eager", fullgraph=True)

@@ -86,9 +86,8 @@ def test_a_tensor_without_memory_reaches_no_kernel(name):
         WITHOUT_GRADIENT[name](Standing(operand(name)))
 
 
-def test_nor_does_one_beside_plain_tensors(monkeypatch):
+def test_nor_does_one_beside_plain_tensors():
     """Operators ask its class; what is none refuses it."""
-    monkeypatch.setattr("attnlib.arguments.decode._check_decode_values", lambda *_: None)
     x, tokens = operand(""), operand("varlen")
     numbers = Standing(torch.ones(1, dtype=torch.int32)), Standing(OFFSETS)
     with pytest.raises(NotImplementedError, match="attnlib.attention_decode.default was called"):

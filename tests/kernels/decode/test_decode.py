@@ -228,7 +228,7 @@ def test_a_gpu_without_fp8_is_an_error(monkeypatch):
 
 def test_lengths_beyond_the_cache_count_as_full(device, monkeypatch):
     """On a GPU nobody looks at them before; a kernel must not read beyond the cache."""
-    monkeypatch.setattr("attnlib.arguments.decode._check_decode_values", lambda *_: None)
+    monkeypatch.setattr("attnlib.dispatch.check_decode_values", lambda *_: None)
     q, k, v, *_ = make(DecodeCase("full", None, room=64, batch=2), device)
     lengths = torch.tensor([1000, -5], dtype=torch.int32, device=device)
     out, lse = attention_decode(q, k, v, lengths=lengths, return_lse=True, split="stream_k")
