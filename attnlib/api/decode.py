@@ -123,7 +123,7 @@ def attention_decode(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values do not fit.
         RuntimeError: a derivative was asked for.
-        NotImplementedError: it is called under a transformation of torch.func.
+        NotImplementedError: it is called under `torch.jit.trace` or a transformation of torch.func.
 
     Example:
         >>> q = torch.randn(2, 32, 1, 128, device="cuda", dtype=torch.float16)

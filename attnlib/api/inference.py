@@ -15,9 +15,12 @@ from attnlib.arguments.tangents import check_tangents
 
 
 def refuse_transformations(function: str) -> None:
-    """NotImplementedError under a compiler, a dispatch mode or a transformation of torch.func."""
+    """NotImplementedError under a compiler, a dispatch mode, torch.jit.trace or a transformation of
+    torch.func."""
     if symbolic():
         _refuse(function, "torch.compile, torch.export or a dispatch mode")
+    if torch.jit.is_tracing():
+        _refuse(function, "torch.jit.trace", "")
     if torch._C._are_functorch_transforms_active():
         _refuse(function, "torch.func")
 
@@ -39,8 +42,7 @@ def refuse_derivatives(function: str, **tensors: torch.Tensor) -> None:
         check_tangents(function, *tensors.values())
 
 
-def _refuse(function: str, what: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{function} under {what}: not supported; call it outside, as in a function with "
-        "torch.compiler.disable"
-    )
+def _refuse(
+    function: str, what: str, how: str = ", as in a function with torch.compiler.disable"
+) -> NoReturn:
+    raise NotImplementedError(f"{function} under {what}: not supported; call it outside{how}")

@@ -155,6 +155,15 @@ def check_groups(name: str, heads: int, kv_heads: int) -> None:
 # ---------------------------------------------------------------- what messages and compilers need
 
 
+def refuse_trace(function: str, size) -> None:
+    """NotImplementedError if a size of a tensor is a tensor, as `torch.jit.trace` has it, and it alone. It
+    sees no launch, and takes for constants the numbers that a call reads from tensors."""
+    if isinstance(size, torch.Tensor):
+        raise NotImplementedError(
+            f"{function} under torch.jit.trace: not supported; use torch.export or torch.compile"
+        )
+
+
 def type_name(value) -> str:
     """A type as one writes it: "int", "numpy.bool", "torch.Tensor"."""
     kind = type(value)

@@ -13,6 +13,7 @@ from attnlib.arguments.common import (
     check_head_dim,
     check_int32,
     check_tensors,
+    refuse_trace,
     type_name,
 )  # fmt: skip
 from attnlib.params import DecodeParams
@@ -64,6 +65,7 @@ def check_decode(q, k, v, options: DecodeOptions, symbols: bool = False) -> None
 
 def _check_decode_shapes(q: torch.Size, k: torch.Size, v: torch.Size, paged: bool) -> None:
     (batch, heads, queries, head_dim), (first, kv_heads, size, width) = q, k
+    refuse_trace("attention_decode", head_dim)
     if not 1 <= queries <= MOST_QUERIES:
         raise ValueError(f"q: expected 1 to {MOST_QUERIES} queries of each sequence, got {queries}")
     check_head_dim("q", head_dim)

@@ -12,6 +12,7 @@ from attnlib.arguments.common import (
     check_head_dim,
     check_impl,
     check_tensors,
+    refuse_trace,
     type_name,
 )
 from attnlib.arguments.masks import check_block_mask
@@ -71,10 +72,7 @@ def _check_own_values(own: int, values: int, options: Options) -> None:
 def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size, own_values: bool) -> None:
     """(B, H, S, D) each, or (T, H, D)."""
     *batch, heads, _, head_dim = q if len(q) == 4 else (q[1], q[0], q[2])
-    if isinstance(head_dim, torch.Tensor):  # as torch.jit.trace has it, and it alone
-        raise NotImplementedError(
-            "attention under torch.jit.trace: not supported; use torch.export or torch.compile"
-        )
+    refuse_trace("attention", head_dim)
     kv_heads = k[1]
     for name, shape in (("k", k), ("v", v)):
         if batch and shape[0] != batch[0]:

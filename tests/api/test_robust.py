@@ -101,6 +101,14 @@ def test_nor_does_one_beside_plain_tensors():
 
 
 @pytest.mark.parametrize("name", WITHOUT_GRADIENT | OPERATORS)
+def test_jit_trace_is_refused(name):
+    """Its graph would hold the numbers that this call read, and none of the launches."""
+    with pytest.raises(NotImplementedError, match=r"^attention\w* under torch.jit.trace: not supported; |"
+                       rf"^{name} under torch.jit.trace: not supported; call it outside$"):  # fmt: skip
+        torch.jit.trace((WITHOUT_GRADIENT | OPERATORS)[name], operand(name))
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRADIENT | OPERATORS)
 def test_the_error_of_a_tangent_promises_no_backward_pass(name):
     with torch.autograd.forward_ad.dual_level():
         x = torch.autograd.forward_ad.make_dual(operand(name), operand(name))
