@@ -4,12 +4,13 @@ inference, so without a gradient."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal, overload
 
 import torch
 
 from attnlib.api.inference import refuse_derivatives, refuse_transformations
-from attnlib.arguments.fp8 import Options, check_fp8, check_quantize
+from attnlib.arguments.fp8 import Options, check_fp8, check_offsets_since, check_quantize
 from attnlib.arguments.offsets import check_offsets_of
 from attnlib.dispatch import first_of
 from attnlib.kernels import FP8, QUANTIZERS
@@ -73,9 +74,9 @@ def quantize_fp8(
     refuse_transformations("quantize_fp8")
     check_quantize(x, role, Recipe(scaling, rotate, center), cu_seqlens, max_seqlen)
     refuse_derivatives("quantize_fp8", x=x)
-    if cu_seqlens is not None:
-        check_offsets_of("x", len(x), cu_seqlens, max_seqlen)
-    return _quantized(x, role, Recipe(scaling, rotate, center), cu_seqlens, max_seqlen)
+    found = None if cu_seqlens is None else check_offsets_of("x", len(x), cu_seqlens, max_seqlen)
+    made = _quantized(x, role, Recipe(scaling, rotate, center), cu_seqlens, max_seqlen)
+    return made if found is None else replace(made, fingerprint=found.fingerprint)
 
 
 @overload
@@ -237,8 +238,9 @@ def attention_fp8_varlen(
     varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_fp8(q, k, v, options, varlen)
     refuse_derivatives("attention_fp8_varlen", **_tensors(q=q, k=k, v=v))
-    check_offsets_of("q", q.shape[0], cu_seqlens_q, max_seqlen_q)
-    check_offsets_of("k", k.shape[0], cu_seqlens_k, max_seqlen_k)
+    found_q = check_offsets_of("q", q.shape[0], cu_seqlens_q, max_seqlen_q)
+    found_k = check_offsets_of("k", k.shape[0], cu_seqlens_k, max_seqlen_k)
+    check_offsets_since(q, k, v, found_q, found_k)
     return _call(q, k, v, varlen, options)
 
 
@@ -253,7 +255,7 @@ def _call(q: Operand, k: Operand, v: Operand, varlen: Varlen | None, options: Op
         raise ValueError(f"{what} {lacks}; impl='reference' runs on any device")
     out_dtype = out_dtype or q.dtype
     head_dim = q.shape[-1]
-    rows, keys = (q.shape[2], k.shape[2]) if varlen is None else varlen[2:]
+    rows, keys = (q.shape[2], k.shape[2]) if varlen is None else varlen.longest(q, k)
     if not math.prod(q.shape) or not math.prod(k.shape):  # no row, or none with anything to attend to
         lse_shape = q.shape[:3] if varlen is None else q.shape[1::-1]
         out = torch.zeros(q.shape, dtype=out_dtype, device=q.device)

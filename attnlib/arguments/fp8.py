@@ -15,7 +15,7 @@ from attnlib.arguments.common import (
     check_impl,
     type_name,
 )  # fmt: skip
-from attnlib.arguments.offsets import check_longest, check_offsets_form, check_varlen_form
+from attnlib.arguments.offsets import Found, check_longest, check_offsets_form, check_varlen_form
 from attnlib.kernels.common.descriptors import describable
 from attnlib.kernels.common.fp8 import Fp8, Recipe
 from attnlib.params import Varlen
@@ -176,6 +176,18 @@ def _check_varlen(q, k, v, varlen: Varlen) -> None:
                 f"{name}: expected an Fp8 that was quantized with the tensor cu_seqlens_{side} itself, got "
                 "one with another tensor"
             )
+
+
+def check_offsets_since(q, k, v, found_q: Found | None, found_k: Found | None) -> None:
+    """That `cu_seqlens_*` hold what they held when prepared operands were quantized. found_q, found_k: what
+    they hold now; None if it can't be known."""
+    for name, x, side, found in (("q", q, "q", found_q), ("k", k, "k", found_k), ("v", v, "k", found_k)):
+        if found is None or not isinstance(x, Fp8) or x.fingerprint in (None, found.fingerprint):
+            continue
+        raise ValueError(
+            f"{name}: expected an Fp8 that was quantized with the values that are in cu_seqlens_{side}, got "
+            "one with others: the tensor was changed since"
+        )
 
 
 # ---------------------------------------------------------------- options

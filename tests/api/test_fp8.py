@@ -103,6 +103,27 @@ def test_means_of_sequences(device: str) -> None:
     assert (out[20:90] == 0).all() and rms(out, truth) < 0.05
 
 
+@pytest.mark.parametrize("role", "qkv")
+def test_offsets_that_were_changed_after_quantizing(role: str) -> None:
+    """An operand's blocks, scales and means lie where the sequences were."""
+    x = dict.fromkeys("qkv", torch.randn(150, 2, 64).half())
+    offsets = {side: torch.tensor([0, 70, 150], dtype=torch.int32) for side in "qk"}
+    side = "q" if role == "q" else "k"
+    x[role] = quantize_fp8(x[role], role, cu_seqlens=offsets[side], max_seqlen=80)
+
+    def call():
+        return attention_fp8_varlen(**x, **{f"cu_seqlens_{name}": of for name, of in offsets.items()},
+                                    max_seqlen_q=100, max_seqlen_k=100, impl="reference")  # fmt: skip
+
+    expected = call()
+    offsets[side][1] = 80
+    message = f"^{role}: expected an Fp8 that was quantized with the values that are in cu_seqlens_{side}, "
+    with pytest.raises(ValueError, match=message + "got one with others: the tensor was changed since$"):
+        call()
+    offsets[side][1] = 70
+    assert torch.equal(call(), expected)
+
+
 def test_quantizing_twice_the_mean_once(device: str) -> None:
     """What is taken away is what an operand says, not what a call says."""
     q, k, v = tensors(device=device)

@@ -71,6 +71,7 @@ class Fp8:
         mean: float32 (B, H, width), contiguous, its address a multiple of 16 bytes: what was subtracted from
             the values of each head, of varlen sequences of each head of each sequence, before they were
             quantized. None if nothing was.
+        fingerprint: tells the values that `cu_seqlens` had from others; None where they were not read.
     """
 
     data: torch.Tensor
@@ -83,6 +84,7 @@ class Fp8:
     tokens: int
     cu_seqlens: torch.Tensor | None = None
     mean: torch.Tensor | None = None
+    fingerprint: int | None = None
 
     @property
     def device(self) -> torch.device:
