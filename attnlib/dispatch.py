@@ -303,7 +303,7 @@ def _families(params: Params) -> dict[str, ModuleType]:
 
 
 def _choose(q, k, v, params: Params, backward: bool) -> Choice:
-    rows, keys = (q.shape[2], k.shape[2]) if params.varlen is None else params.varlen[2:]
+    rows, keys = (q.shape[2], k.shape[2]) if params.varlen is None else params.varlen.longest(q, k)
     params = params._replace(window=params.window.tightened(rows, keys))
     asked, reason = params.impl, None
     for name, family in _families(params).items():

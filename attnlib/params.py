@@ -59,6 +59,10 @@ class Varlen(NamedTuple):
     max_seqlen_q: int
     max_seqlen_k: int
 
+    def longest(self, q: Any, k: Any) -> tuple[int, int]:
+        """Rows of q and of k that a sequence has at most: not more than all have, whatever was given."""
+        return min(self.max_seqlen_q, q.shape[0]), min(self.max_seqlen_k, k.shape[0])
+
 
 class DecodeParams(NamedTuple):
     """What a call of `attention_decode` asks for besides q and the caches.

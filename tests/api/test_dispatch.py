@@ -223,6 +223,14 @@ def test_few_queries_to_many_keys_are_split(call, window, kernel, gpu):
     assert (resolve(q, k, k, params).kernel == "decode") == (kernel == "decode")
 
 
+def test_a_longest_length_beyond_all_tokens_bounds_nothing():
+    """A place plus a window of nearly as many keys would be beyond int32."""
+    tokens, longest = torch.zeros(8, 1, 64), 2**31 - 1
+    for given, window in (((5, longest - 2), (5, None)), ((longest - 2, 0), (None, 0)), ((6, 6), (6, 6))):
+        params = Params(MaskWindow(*given), 0.1, lengths_of(longest, longest))
+        assert resolve(tokens, tokens, tokens, params).window == MaskWindow(*window)
+
+
 def test_decode_by_name_says_what_it_needs(gpu):
     q, k = few(1, 8, 8, 17, 4096)
     with pytest.raises(ValueError, match="^impl: 'decode' needs 1 to 16 queries; q has 17$"):
