@@ -20,7 +20,7 @@ import torch
 from torch._library.autograd import make_autograd_impl
 
 from attnlib import dispatch, flops
-from attnlib.arguments.offsets import check_longest
+from attnlib.arguments.offsets import check_longest, check_offsets
 from attnlib.arguments.tangents import check_tangents
 from attnlib.autograd import no_second_derivative
 from attnlib.block_mask.mask import BlockMask, by_handle
@@ -38,12 +38,15 @@ _OPTIONS = (
 """`block_mask` is the `handle` of a BlockMask: operators take numbers and tensors only."""
 
 
-def _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Varlen | None:
+def _varlen(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Varlen | None:
     if cu_seqlens_q is None:
         return None
     check_longest("max_seqlen_q", max_seqlen_q)  # the graph may have computed it
     check_longest("max_seqlen_k", max_seqlen_k)
-    return Varlen(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
+    varlen = Varlen(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
+    if not cu_seqlens_q.is_cuda:  # those on a GPU can't be read while a CUDA graph is captured
+        check_offsets(q, k, varlen)
+    return varlen
 
 
 def _scale(q, sm_scale: float | None) -> float:
@@ -99,7 +102,7 @@ def attention_forward(
     left=None, right=None, sm_scale=None, block_mask=None, lse=True, deterministic=False, impl=None,
 ):  # fmt: skip
     """(out, lse). `deterministic` says how the backward pass is to be computed."""
-    varlen = _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    varlen = _varlen(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     params = Params(MaskWindow(left, right), _scale(q, sm_scale), varlen, lse, deterministic, impl)
     params = _masked(params, block_mask)
     with own_counters():
@@ -157,7 +160,7 @@ def attention_backward(
     left=None, right=None, sm_scale=None, block_mask=None, deterministic=False, impl=None,
 ):  # fmt: skip
     """(dq, dk, dv)."""
-    varlen = _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    varlen = _varlen(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     params = Params(MaskWindow(left, right), _scale(q, sm_scale), varlen, True, deterministic, impl)
     params = _masked(params, block_mask)
     gradients = dispatch.backward(d_out, Saved(q, k, v, out, lse), params)
@@ -377,7 +380,7 @@ def attention_entmax(
     cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
 ):  # fmt: skip
     """(out, tau, flags), the flags those that the backward pass wants, or none."""
-    varlen = _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    varlen = _varlen(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     params = EntmaxParams(alpha, causal, _scale(q, sm_scale), flags, impl, varlen=varlen)
     out, tau, found = dispatch.entmax(q, k, v, params)
     return _like(q, out), tau, found if flags else q.new_empty(0, dtype=torch.int32)
@@ -430,7 +433,7 @@ def attention_entmax_backward(
     cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
 ):  # fmt: skip
     """(dq, dk, dv)."""
-    varlen = _varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    varlen = _varlen(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     params = EntmaxParams(alpha, causal, _scale(q, sm_scale), True, impl, varlen=varlen)
     gradients = dispatch.entmax_backward(d_out, SavedEntmax(q, k, v, out, tau, flags), params)
     return tuple(_like(x, dx) for x, dx in zip((q, k, v), gradients, strict=True))

@@ -196,7 +196,7 @@ def attention_varlen(
     The values in `cu_seqlens_*` are checked. On a GPU that means to read them, and so to wait for the GPU, at
     the first call with a tensor and after each change of it (at every call, if it was made under
     `torch.inference_mode`): use a batch's two tensors for all layers. Inside of `torch.compile` and while a
-    CUDA graph is captured values can't be read, and wrong ones are undefined behavior.
+    CUDA graph is captured values on a GPU can't be read, and wrong ones are undefined behavior.
 
     Args:
         q: (Tq, H, D), the queries of all sequences; dtypes and D as in `attention`.

@@ -188,6 +188,25 @@ def test_a_longest_sequence_computed_in_an_exported_graph(device):
     assert torch.equal(exported.module()(*arguments[:-2]), attention_varlen(*arguments))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="offsets on a GPU are not read in a graph")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seqlens_q": offsets(0, 21, 20)}, "cu_seqlens_q: expected values that never go down, got 20"),
+        ({"cu_seqlens_k": offsets(0, 30, 99)}, "cu_seqlens_k: expected to end at k's number of tokens, 30"),
+        ({"max_seqlen_q": 5}, "max_seqlen_q: expected at least 13, the longest sequence in cu_seqlens_q"),
+    ],
+)
+def test_offsets_are_checked_when_a_graph_runs(change, message):
+    names = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    good = dict(zip(names, varlen("cpu"), strict=True))
+    for function in (attention_varlen, attention_entmax_varlen):
+        compiled = torch.compile(function, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(**good), function(**good))
+        with pytest.raises(ValueError, match=f"^{message}"):
+            compiled(**good | change)
+
+
 def test_jit_trace_says_what_to_use(device):
     with pytest.raises(NotImplementedError, match="^attention under torch.jit.trace: not supported; use"):
         torch.jit.trace(lambda *x: attention(*x), small(device=device))
