@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from attnlib import dispatch
+from attnlib.arguments.offsets import refuse_vmap
 from attnlib.arguments.tangents import no_forward_derivative
 from attnlib.dispatch import Saved
 from attnlib.params import Params, Varlen
@@ -137,9 +138,7 @@ def no_second_derivative(function: str = "attention") -> None:
 def _folded(size: int, in_dims: tuple, tensors: tuple, asked: Asked) -> tuple[int, list[torch.Tensor]]:
     """Make the dimension that `torch.vmap` maps a part of the batch: (batch size, tensors)."""
     if asked.max_seqlens is not None:
-        raise NotImplementedError(
-            "attention_varlen under torch.vmap: not supported; pack the mapped sequences too, in one call"
-        )
+        refuse_vmap()
     mask = asked.params.block_mask
     if mask is not None and mask.shape[0] > 1:
         raise NotImplementedError(

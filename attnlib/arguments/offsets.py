@@ -2,7 +2,7 @@
 
 import weakref
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -37,6 +37,8 @@ def check_offsets(q, k, varlen: Varlen) -> None:
                 check_offsets(q, k, varlen)
         return
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = varlen
+    if any(map(torch._C._functorch.is_batchedtensor, (cu_seqlens_q, cu_seqlens_k))):
+        refuse_vmap()  # there are no values to read
     found_q = _found("cu_seqlens_q", cu_seqlens_q, "q", len(q))
     if cu_seqlens_k is cu_seqlens_q and len(k) == len(q):
         found_k = found_q
@@ -44,6 +46,12 @@ def check_offsets(q, k, varlen: Varlen) -> None:
         found_k = _found("cu_seqlens_k", cu_seqlens_k, "k", len(k))
     _check_longest_found("_q", found_q, max_seqlen_q)
     _check_longest_found("_k", found_k, max_seqlen_k)
+
+
+def refuse_vmap() -> NoReturn:
+    raise NotImplementedError(
+        "attention_varlen under torch.vmap: not supported; pack the mapped sequences too, in one call"
+    )
 
 
 def check_offsets_of(side: str, tokens: int, offsets: torch.Tensor, longest: int) -> Found | None:

@@ -325,6 +325,8 @@ def test_what_torch_func_cannot_do_says_so(device):
     offsets = torch.tensor([0, 8], dtype=torch.int32, device=device)
     with pytest.raises(NotImplementedError, match="^attention_varlen under torch.vmap: not supported"):
         torch.vmap(lambda x: attention_varlen(x, x, x, offsets, offsets, 8, 8))(x)
+    with pytest.raises(NotImplementedError, match="^attention_varlen under torch.vmap: not supported"):
+        torch.vmap(lambda given: attention_varlen(*x, given, given, 8, 8))(offsets[None])
     q = torch.randn(1, 2, 8, 16, device=device)
     with pytest.raises(RuntimeError, match="no forward-mode derivative .*jvp"):
         torch.func.jvp(lambda q: attention(q, q, q), (q,), (q,))
