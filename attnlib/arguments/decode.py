@@ -119,8 +119,8 @@ def _check_integers(name: str, given, q: torch.Tensor, rank: str, dims: int) -> 
     check_int32(name, given, "a torch.Tensor or None")
     if given.dim() != dims:
         raise ValueError(f"{name}: expected {rank}, got shape {tuple(given.shape)}")
-    if len(given) != len(q):
-        raise ValueError(f"{name}: expected batch size {len(q)} as q has, got {len(given)}")
+    if given.shape[0] != q.shape[0]:  # `len` would make a number of a symbol
+        raise ValueError(f"{name}: expected batch size {q.shape[0]} as q has, got {given.shape[0]}")
     if given.device != q.device:
         raise ValueError(f"{name}: expected device {q.device} as q has, got {given.device}")
 

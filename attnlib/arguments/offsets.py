@@ -96,7 +96,7 @@ def check_longest(name: str, longest, symbols: bool = False) -> None:
 
 def check_offsets_form(name: str, offsets, device: torch.device, side: str = "q") -> None:
     check_int32(name, offsets)
-    if offsets.dim() != 1 or len(offsets) < 2:
+    if offsets.dim() != 1 or offsets.shape[0] < 2:  # `len` would make a number of a symbol
         raise ValueError(
             f"{name}: expected 1 dimension (B + 1) with B at least 1, got shape {tuple(offsets.shape)}"
         )

@@ -89,6 +89,21 @@ def test_export(device):
     assert torch.equal(exported.module()(*inputs), attention_decode(*inputs[:3], lengths=inputs[3]))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_a_batch_that_is_a_symbol(strict, device):
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, lengths, starts, table):
+            return attention_decode(q, k, v, lengths=lengths, starts=starts, page_table=table)
+
+    inputs = make(CASES["pages"], device)
+    given = *inputs[:4], inputs.lengths // 2, inputs.table
+    batch, pages = torch.export.Dim("batch", min=1), torch.export.Dim("pages", min=1)
+    shapes = {0: batch}, {0: pages}, {0: pages}, {0: batch}, {0: batch}, {0: batch}
+    exported = torch.export.export(Layer(), given, dynamic_shapes=shapes, strict=strict)
+    more = tuple(x if i in (1, 2) else torch.cat([x, x, x]) for i, x in enumerate(given))
+    assert torch.equal(exported.module()(*more), Layer()(*more))
+
+
 def test_without_memory(device):
     """Meta tensors, and fake ones, have the form of real ones."""
     q, k, v, lengths, *_ = make(CASES["lengths"], device)

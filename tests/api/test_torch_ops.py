@@ -188,6 +188,21 @@ def test_a_longest_sequence_computed_in_an_exported_graph(device):
     assert torch.equal(exported.module()(*arguments[:-2]), attention_varlen(*arguments))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_any_number_of_sequences(strict, device):
+    class VarlenModule(torch.nn.Module):
+        def forward(self, *tensors):
+            return attention_varlen(*tensors, 30, 30, causal=True)
+
+    q, k, v, cu_q, cu_k, _, _ = varlen(device)
+    number = torch.export.Dim("number", min=2)
+    shapes = (({}, {}, {}, {0: number}, {0: number}),)
+    given = q, k, v, cu_q, cu_k
+    exported = torch.export.export(VarlenModule(), given, dynamic_shapes=shapes, strict=strict)
+    more = q, k, v, offsets(0, 3, 3, 11, 20, device=device), offsets(0, 0, 9, 10, 30, device=device)
+    assert torch.equal(exported.module()(*more), VarlenModule()(*more))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="offsets on a GPU are not read in a graph")
 @pytest.mark.parametrize(
     ("change", "message"),
