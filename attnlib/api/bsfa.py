@@ -151,7 +151,7 @@ def bsfa_threshold(
     (B, H, S_q, _), S_k = q.shape, k.shape[2]
     first, _ = always_kept(S_q, S_k, causal, q.device)
     if not q.numel() or not k.numel():
-        return torch.full((H, len(first)), -torch.inf, device=q.device)
+        return torch.full((H, len(first)), -torch.inf, dtype=torch.float32, device=q.device)
     check_finite(q=q, k=k)
     runs = BSFA["triton"].unsupported(q, k, k, params) is None
     found = BSFA["triton" if runs else "reference"].maxima(q, k, params)

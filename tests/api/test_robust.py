@@ -21,6 +21,7 @@ from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels import portable
 from attnlib.kernels.portable.configs import ForwardConfig
+from attnlib.kernels.reference import fp8 as fp8_model
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.params import MaskWindow, Params, mask_window
 
@@ -114,6 +115,30 @@ def test_the_error_of_a_tangent_promises_no_backward_pass(name):
         x = torch.autograd.forward_ad.make_dual(operand(name), operand(name))
         with pytest.raises(RuntimeError, match=rf"^attnlib.{name} has no forward-mode .*forward_ad\)$"):
             (WITHOUT_GRADIENT | OPERATORS)[name](x)
+
+
+def results(name: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    found = (WITHOUT_GRADIENT | OPERATORS)[name](x)
+    if isinstance(found, attnlib.Fp8):
+        found = found.data.float(), found.scale
+    return found if isinstance(found, tuple) else (found,)
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRADIENT | OPERATORS)
+def test_defaults_of_pytorch_change_nothing(name):
+    """Models are loaded under a default dtype of 16 bits, and a default device."""
+    x = torch.randn_like(operand(name))
+    expected = results(name, x)
+    fp8_model.rotation.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = results(name, x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.dtype, one.device) == (other.dtype, other.device)
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 # ---------------------------------------------------------------- repeatable

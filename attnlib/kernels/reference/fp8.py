@@ -43,8 +43,9 @@ def unsupported(where: torch.device) -> None:
 def rotation(width: int) -> torch.Tensor:
     """Signs times Hadamard matrix, [width, width] of 1 and -1: a row x becomes x @ rotation / sqrt(width)."""
     negative = [SIGNS[column // 32] >> column % 32 & 1 for column in range(CHUNK)]
-    signs = 1.0 - 2.0 * torch.tensor(negative, dtype=torch.float64).repeat(width // CHUNK)
-    matrix = torch.ones(1, 1, dtype=torch.float64)
+    kind = {"dtype": torch.float64, "device": "cpu"}
+    signs = 1.0 - 2.0 * torch.tensor(negative, **kind).repeat(width // CHUNK)
+    matrix = torch.ones(1, 1, **kind)
     while len(matrix) < width:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     return signs[:, None] * matrix
@@ -85,19 +86,19 @@ def quantize(
     if center:
         values, mean = _centered(values, starts if varlen else None, mean)
     size = torch.where(values.isfinite(), values.abs(), 0.0)
-    heads = values.shape[:-2]
+    heads, kind = values.shape[:-2], {"dtype": torch.float32, "device": x.device}
 
     def scaled(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         used = amax.clamp_min(SMALLEST_MAGNITUDE if scaling == "row" else _SMALLEST * LARGEST)
-        scale = used * torch.tensor((width**-0.5 if rotate else 1.0) / LARGEST, dtype=torch.float32)
+        scale = used * torch.tensor((width**-0.5 if rotate else 1.0) / LARGEST, **kind)
         factor = torch.full_like(used, LARGEST) / used  # LARGEST / used would be rounded twice
         if scaling == "row":
             return scale, factor
         return scale.where(amax > 0, 1.0), factor.where(amax > 0, 1.0)
 
     if scaling in ("block", "row") and role != "v":
-        scale = torch.ones(*heads, num_blocks(tokens, rows, sequences), device=x.device)
-        factor = torch.ones(*heads, tokens, 1, device=x.device)
+        scale = torch.ones(*heads, num_blocks(tokens, rows, sequences), **kind)
+        factor = torch.ones(*heads, tokens, 1, **kind)
         for b, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
             first, blocks = first_block(start, b, rows) if varlen else 0, -(-(end - start) // rows)
             amax = F.pad(size[..., start:end, :].amax(-1), (0, start - end + blocks * rows))
