@@ -65,7 +65,7 @@ class Score:
         derivative: likewise, of function by s, finite where function is, elsewhere anything; gradients need
             it.
         reference: likewise in PyTorch, with tensors for all five. `impl="reference"` needs it, and takes its
-            derivative from autograd.
+            derivative from autograd. A tensor of its own that requires grad gets no gradient.
 
     Tensors are float16, bfloat16 or float32, on the device of the queries, and are used in float32.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from attnlib.arguments.common import type_name
 from attnlib.arguments.scores import NO_REFERENCE
 from attnlib.scores import ScoreParts
 
@@ -35,7 +36,7 @@ def _by_function(
     scores: torch.Tensor, reference: Callable | None, first_row: int, derivative: bool
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Scores after a function of the user's own, and with `derivative` that, by autograd, which inference
-    mode and operators do not have; else 1."""
+    mode and operators do not have; else 1. Where a key is hidden the derivative is 0, as kernels have it."""
     if reference is None:
         raise ValueError(NO_REFERENCE)
     B, H, rows, S_k = scores.shape
@@ -43,18 +44,26 @@ def _by_function(
     i = torch.arange(first_row, first_row + rows, device=scores.device)[:, None]
     with torch.set_grad_enabled(derivative):
         s = scores.detach().requires_grad_(derivative)
-        if derivative and not (s * 1).requires_grad:
+        given = s * 1 if derivative else s  # autograd allows a function to write into what is no leaf
+        if derivative and not given.requires_grad:
             raise NotImplementedError(
                 "the gradient of score.reference under torch.compile, torch.export or a dispatch mode: not "
                 "supported, as operators have no autograd; call attention outside, or where the kernels run"
             )
-        changed = reference(s, i, j, h[:, None, None], b[:, None, None, None])
+        changed = reference(given, i, j, h[:, None, None], b[:, None, None, None])
+        if not isinstance(changed, torch.Tensor):
+            raise TypeError(f"score.reference: expected a torch.Tensor, got {type_name(changed)}")
         if changed.shape != s.shape:
             raise ValueError(
                 f"score.reference: expected shape {tuple(s.shape)}, as it was given, "
                 f"got {tuple(changed.shape)}"
             )
-        slope = torch.autograd.grad(changed.sum(), s)[0] if derivative else 1.0
+        slope = 1.0
+        if derivative and changed.requires_grad:
+            slope = torch.autograd.grad(changed.sum(), s, materialize_grads=True)[0]
+            slope = slope.masked_fill(~changed.isfinite(), 0.0)
+        elif derivative:  # it does not depend on the scores
+            slope = 0.0
     return changed.detach().to(scores.dtype), slope
 
 

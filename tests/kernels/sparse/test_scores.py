@@ -197,3 +197,38 @@ def test_a_function_may_be_nan_for_queries_that_do_not_exist(device):
     found = torch.autograd.grad(attention(q, k, v, score=with_bias, impl="triton").square().sum(), bias)[0]
     out = torch.softmax(q @ k.mT * 0.25 * factors + bias, -1) @ v
     torch.testing.assert_close(found, torch.autograd.grad(out.square().sum(), bias)[0], rtol=1e-3, atol=1e-3)
+
+
+REFERENCES = {
+    "of the place alone": (
+        lambda s, i, j, h, b: 0.1 * (i - j).expand(s.shape),
+        lambda s, i, j: 0 * s + 0.1 * (i - j),
+    ),
+    "written into": (lambda s, i, j, h, b: s.mul_(2), lambda s, i, j: 2 * s),
+    # Its derivative is infinite where it hides a key.
+    "hidden by a division": (
+        lambda s, i, j, h, b: -s.square() / (j != 3),
+        lambda s, i, j: (-s.square()).masked_fill(j == 3, -torch.inf),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_the_derivative_of_a_reference(name):
+    """That autograd takes of it: 0 where it has none, and where a key is hidden."""
+    q, k, v = (x.float().requires_grad_() for x in tensors(1, 2, 20, 16, device="cpu"))
+    reference, formula = REFERENCES[name]
+    own = Score(function=bent, derivative=its_derivative, reference=reference)
+    i, j = torch.arange(20)[:, None], torch.arange(20)
+    out = attention(q, k, v, score=own, impl="reference")
+    expected = torch.softmax(formula(q @ k.mT * 0.25, i, j), -1) @ v
+    found, wanted = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected))
+    for x, y in zip((out, *found), (expected, *wanted), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_a_reference_gives_a_tensor():
+    q, k, v = tensors(1, 1, 20, 16, device="cpu")
+    own = Score(function=bent, reference=lambda s, i, j, h, b: 1.0)
+    with pytest.raises(TypeError, match=r"score.reference: expected a torch.Tensor, got float"):
+        attention(q, k, v, score=own, impl="reference")
