@@ -22,8 +22,7 @@ def check_gate(heads, kv_heads, head_dim, block, width) -> None:
 def check_gate_call(gate, q, k) -> None:
     """q and k that a gate is called with."""
     for name, x, heads in (("q", q, gate.heads), ("k", k, gate.kv_heads)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(x)}")
+        _check_floating(name, x)
         if x.dim() != 4 or x.shape[1] != heads or x.shape[3] != gate.head_dim or not x.numel():
             raise ValueError(
                 f"{name}: expected shape (B, {heads}, S, {gate.head_dim}) as the gate has, got "
@@ -38,22 +37,39 @@ def check_gate_call(gate, q, k) -> None:
         )
 
 
-def _check_scores(scores) -> None:
-    if not isinstance(scores, torch.Tensor):
-        raise TypeError(f"scores: expected a torch.Tensor, got {type_name(scores)}")
-    if not scores.is_floating_point():
-        raise TypeError(f"scores: expected a floating-point dtype, got {scores.dtype}")
+def _check_floating(name: str, x) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(x)}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point dtype, got {x.dtype}")
+
+
+def check_loss(scores, pooled, skip) -> None:
+    _check_floating("scores", scores)
+    if scores.dim() != 4 or not scores.numel():
+        raise ValueError(f"scores: expected shape (B, H, n, n) as a gate gives it, got {tuple(scores.shape)}")
+    _check_floating("pooled", pooled)
+    if pooled.shape != scores.shape:
+        raise ValueError(
+            f"pooled: expected shape {tuple(scores.shape)} as scores has, got {tuple(pooled.shape)}"
+        )
+    if pooled.device != scores.device:
+        raise ValueError(f"pooled: expected device {scores.device} as scores has, got {pooled.device}")
+    if isinstance(skip, bool) or not isinstance(skip, int | float):
+        raise TypeError(f"skip: expected a number, got {type_name(skip)}")
+    if not 0 <= skip < 1:
+        raise ValueError(f"skip: expected a number from 0 up to but not 1, got {skip}")
 
 
 def check_top(scores, count) -> None:
-    _check_scores(scores)
+    _check_floating("scores", scores)
     if scores.dim() < 2 or scores.shape[-1] != scores.shape[-2] or not scores.shape[-1]:
         raise ValueError(f"scores: expected shape (..., n, n) with n from 1 on, got {tuple(scores.shape)}")
     check_int("count", count, 1)
 
 
 def check_above(scores, threshold) -> None:
-    _check_scores(scores)
+    _check_floating("scores", scores)
     if not scores.dim():
         raise ValueError("scores: expected shape (..., n), got ()")
     if isinstance(threshold, bool) or not isinstance(threshold, int | float):
@@ -72,7 +88,7 @@ def check_decode_chosen(q, k_cache, v_cache, scores, count, lengths) -> None:
             raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(x)}")
         if x.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions (B, H, S, D), got shape {tuple(x.shape)}")
-    _check_scores(scores)
+    _check_floating("scores", scores)
     check_int("count", count, 1)
     B, heads, S, D = k_cache.shape
     if q.shape[0] != B or q.shape[2] != 1 or q.shape[3] != D:

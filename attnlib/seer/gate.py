@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from attnlib.arguments.seer import check_gate, check_gate_call
+from attnlib.arguments.seer import check_gate, check_gate_call, check_loss
 
 
 class SeerGate(nn.Module):
@@ -97,13 +97,14 @@ class SeerGate(nn.Module):
 
     def loss(self, scores: torch.Tensor, pooled: torch.Tensor, skip: float = 0.25) -> torch.Tensor:
         """The mean over rows of KL(pooled / its row sum || softmax(scores)), in nats; without the first
-        `skip` of the rows, which have few blocks to choose from. ValueError unless 0 <= skip < 1."""
-        if not 0 <= skip < 1:
-            raise ValueError(f"skip: expected a number from 0 up to but not 1, got {skip}")
+        `skip` of the rows, which have few blocks to choose from. It is infinite where `pooled` has a weight
+        and the score is -inf: a map for this gate is that of causal attention. TypeError, ValueError: one of
+        the two is no such tensor, or not 0 <= skip < 1."""
+        check_loss(scores, pooled, skip)
         first = int(skip * scores.shape[2])
         scores, pooled = scores[:, :, first:], pooled[:, :, first:].float()
         wanted = pooled / pooled.sum(-1, keepdim=True).clamp_min(1e-30)
-        found = torch.log_softmax(scores, -1).masked_fill(scores == -math.inf, 0.0)  # wanted is 0 there
+        found = torch.log_softmax(scores, -1).masked_fill(wanted == 0, 0.0)  # it may be -inf there
         return (torch.xlogy(wanted, wanted) - wanted * found).sum(-1).mean()
 
     def _blocks(self, x: torch.Tensor) -> list[torch.Tensor]:

@@ -66,6 +66,8 @@ CALL = [
     ({"q": None}, TypeError, "q: expected a torch.Tensor, got NoneType"),
     ({"q": torch.zeros(2, 2, 70, 16)}, ValueError,
      "q: expected shape (B, 4, S, 16) as the gate has, got (2, 2, 70, 16)"),
+    ({"q": torch.zeros(2, 4, 70, 16).int()}, TypeError,
+     "q: expected a floating-point dtype, got torch.int32"),
     ({"k": torch.zeros(2, 2, 70, 16, device="meta")}, ValueError,
      "k: expected device cpu as the gate has, got meta"),
     ({"k": torch.zeros(2, 2, 71, 16)}, ValueError,
@@ -76,6 +78,19 @@ SCORES = [
     ({"scores": 1}, TypeError, "scores: expected a torch.Tensor, got int"),
     ({"scores": torch.ones(3, 3).int()}, TypeError,
      "scores: expected a floating-point dtype, got torch.int32"),
+]  # fmt: skip
+LOST = {"scores": torch.zeros(2, 4, 3, 3), "pooled": torch.zeros(2, 4, 3, 3), "skip": 0.25}
+LOSS = [
+    *SCORES,
+    ({"scores": torch.zeros(3, 3)}, ValueError,
+     "scores: expected shape (B, H, n, n) as a gate gives it, got (3, 3)"),
+    ({"pooled": [0.5]}, TypeError, "pooled: expected a torch.Tensor, got list"),
+    ({"pooled": torch.zeros(2, 4, 3, 1)}, ValueError,
+     "pooled: expected shape (2, 4, 3, 3) as scores has, got (2, 4, 3, 1)"),
+    ({"pooled": torch.zeros(2, 4, 3, 3, device="meta")}, ValueError,
+     "pooled: expected device cpu as scores has, got meta"),
+    ({"skip": "0.25"}, TypeError, "skip: expected a number, got str"),
+    ({"skip": 1}, ValueError, "skip: expected a number from 0 up to but not 1, got 1"),
 ]  # fmt: skip
 SQUARE = "scores: expected shape (..., n, n) with n from 1 on, got"
 TOP = [
@@ -137,7 +152,7 @@ DECODE = [
 GIVEN = {"scores": torch.zeros(3, 3), "count": 2}
 TABLES = [
     (attention_pooled, GOOD, POOLED), (BlockMask.from_chosen, CHOSEN, MASK),
-    (SeerGate(**MADE).forward, CALLED, CALL),
+    (SeerGate(**MADE).forward, CALLED, CALL), (SeerGate(**MADE).loss, LOST, LOSS),
     (top, GIVEN, TOP), (above, {"scores": torch.zeros(3, 3), "threshold": 0.1}, ABOVE),
     (top_of_density, {"blocks": 4, "density": 0.5}, DENSITY), (decode_chosen, DECODED, DECODE),
 ]  # fmt: skip

@@ -91,6 +91,8 @@ def test_the_loss_is_smallest_at_the_truth():
     one = (wanted * (wanted / found).log()).sum().item()
     rows = gate.loss(scores[:, 1:2, 5:], pooled[:, 1:2, 5:], skip=0.0).item()
     assert rows == pytest.approx(one, rel=1e-5)
+    # A map of attention that is not causal is one that no scores can reach.
+    assert gate.loss(truth, pooled + 0.1).item() == math.inf
 
 
 # ---------------------------------------------------------------- choices
