@@ -39,6 +39,21 @@ def bent_reference(s, i, j, h, b):
     return torch.where(j == 3, -torch.inf, s)
 
 
+@triton.jit
+def of_place(s, i, j, h, b):
+    """Takes no scores, and so has a number for each query alone."""
+    return 0.1 * i
+
+
+@triton.jit
+def of_place_derivative(s, i, j, h, b):
+    return 0.0
+
+
+def of_place_reference(s, i, j, h, b):
+    return (0.1 * i).expand(s.shape)
+
+
 BIASES = {
     "": (1, 1, 1, 1), "by head and key": (1, 0, 1, 0), "by query": (1, 1, 0, 1), "by all": (0, 0, 0, 0),
     "by both places": (1, 1, 0, 0), "by key": (0, 1, 1, 0),

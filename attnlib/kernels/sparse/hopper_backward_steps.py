@@ -372,7 +372,7 @@ def weights(
         o_m = query + gl.arange(0, plan.block_m, layout=gl.SliceLayout(0, plan.s_layout))[None, :]
         i_h, s = word_in(mem.heads.index(j & 3)), s * work.inner
         derivative = DERIVATIVE(s, o_m, o_n, i_h, column.i_b)
-        s = FUNCTION(s, o_m, o_n, i_h, column.i_b)
+        s, _ = gl.broadcast(FUNCTION(s, o_m, o_n, i_h, column.i_b), s)
     if plan.soft_cap:
         if plan.function:
             s = tanh(s * work.after)

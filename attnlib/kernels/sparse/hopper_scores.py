@@ -75,7 +75,8 @@ def scored(s, first, copied, score, own, FUNCTION: gl.constexpr, plan: gl.conste
     if plan.function:
         o_m = own.query + gl.arange(0, 64, layout=gl.SliceLayout(1, s.type.layout))[:, None]  # [64, 1]
         o_n = first + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]  # [1, N]
-        s = FUNCTION(s * score.inner, o_m, o_n, own.head, own.batch)
+        # A function of places alone gives fewer numbers than there are scores.
+        s, _ = gl.broadcast(FUNCTION(s * score.inner, o_m, o_n, own.head, own.batch), s)
     if plan.soft_cap:
         if plan.function:
             s = tanh(s * score.after)

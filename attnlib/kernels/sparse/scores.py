@@ -46,7 +46,8 @@ def unbiased(b_s, o_q, o_k, qk_scale, shift, score, FUNCTION: tl.constexpr, DERI
     if FUNCTION is not None:
         if DERIVATIVE is not None:
             derivative = DERIVATIVE(b_s, o_q, o_k, i_h, i_b)
-        b_s = FUNCTION(b_s, o_q, o_k, i_h, i_b) * after
+        # One of places alone gives fewer numbers than there are scores.
+        b_s = tl.broadcast_to(FUNCTION(b_s, o_q, o_k, i_h, i_b) * after, b_s.shape)
         if DERIVATIVE is not None:  # it may be anything where a key is hidden, whose weight of 0 it meets
             derivative = tl.where(tl.abs(b_s) < float("inf"), derivative, 0.0)
     if cap is not None:

@@ -12,7 +12,14 @@ from cases import INTERPRETER_REMARKS
 from chosen import first_of_each, in_turn, with_more
 from emulated import mutate, on_the_cpu
 from mutations import Mutation, check_places
-from score_cases import bent, bent_derivative, bent_reference
+from score_cases import (
+    bent,
+    bent_derivative,
+    bent_reference,
+    of_place,
+    of_place_derivative,
+    of_place_reference,
+)
 from sparse_cases import FUNCTIONS
 
 from attnlib import Score, explain
@@ -45,6 +52,7 @@ SCORES = {
     "no sinks": Score(sinks=torch.full((3,), -torch.inf)),
     "relative": Score(relative=torch.randn(3, 121, generator=torch.Generator().manual_seed(3))),
     "own": Score(function=bent, derivative=bent_derivative, reference=bent_reference),
+    "place": Score(function=of_place, derivative=of_place_derivative, reference=of_place_reference),
     "all_own": Score(3.0, SLOPES, LOGITS, None, None, bent, bent_derivative, bent_reference),
 }  # fmt: skip
 BIASES = {"bias": (3, 0, 0), "queries": (3, 0, 1), "batch": (2, 1, 0, 0), "half": (3, 0, 0),

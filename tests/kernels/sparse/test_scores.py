@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 from cases import INTERPRETER_REMARKS
 from chosen import with_more
-from score_cases import CASES, bent, bent_reference, check_scored
+from score_cases import CASES, bent, bent_reference, check_scored, of_place, of_place_derivative
 
 from attnlib import BlockMask, Score, attention, explain
 from attnlib.kernels.reference.dense import attention_fp64
@@ -197,6 +198,19 @@ def test_a_function_may_be_nan_for_queries_that_do_not_exist(device):
     found = torch.autograd.grad(attention(q, k, v, score=with_bias, impl="triton").square().sum(), bias)[0]
     out = torch.softmax(q @ k.mT * 0.25 * factors + bias, -1) @ v
     torch.testing.assert_close(found, torch.autograd.grad(out.square().sum(), bias)[0], rtol=1e-3, atol=1e-3)
+
+
+def test_a_function_that_takes_no_scores(device):
+    """Its number for a query is that of all keys."""
+    q, k, v = (x.requires_grad_() for x in tensors(1, 2, 256, 64, device=device))
+    own = Score(function=of_place, derivative=of_place_derivative)
+    out, lse = attention(q, k, v, score=own, impl="triton", return_lse=True)
+    dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out), rtol=2e-3, atol=2e-3)
+    expected = 0.1 * torch.arange(256, device=device) + math.log(256)
+    torch.testing.assert_close(lse, expected.expand_as(lse))
+    assert not dq.any() and not dk.any()
+    torch.testing.assert_close(dv, torch.ones_like(dv), rtol=2e-3, atol=2e-3)
 
 
 REFERENCES = {
