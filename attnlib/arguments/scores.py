@@ -83,6 +83,20 @@ def _check_own(score) -> None:
             raise ValueError(f"score.{name}: expected None without score.function, got a function")
 
 
+def _check_globals(score) -> None:
+    """ValueError where a global variable that a function reads is not what it was when the score was made:
+    kernels have the old value. Triton tells that of a kernel's own variables, and not of these."""
+    for name in ("function", "derivative"):
+        # Triton's interpreter keeps none: it reads them anew.
+        read = getattr(getattr(score, name), "used_global_vals", {})
+        for (variable, _), (value, variables) in read.items():
+            if variables.get(variable) != value:
+                raise ValueError(
+                    f"score.{name}: expected the global variable {variable} to stay {value}, got "
+                    f"{variables.get(variable)}; define the function again, and the score"
+                )
+
+
 def check_functions(score, gradients: bool, impl: str | None) -> None:
     """ValueError where gradients, or an `impl`, need a function that the score does not have."""
     if score.function is None:
@@ -111,6 +125,8 @@ def check_score(score, q: torch.Tensor, k: torch.Tensor) -> None:
                 f"score.{name}: expected {q.shape[1]} {what}, one for each head of q, got {tensor.shape[0]}"
             )
     _check_slopes(score.alibi)  # they may have changed since the score was made
+    if not torch.compiler.is_compiling():
+        _check_globals(score)
     if score.bias is not None:
         full, own = (*q.shape[:3], k.shape[2]), tuple(score.bias.shape)
         fits = len(own) <= 4 and all(

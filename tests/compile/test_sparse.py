@@ -9,13 +9,15 @@ from itertools import product
 import pytest
 import side_by_side
 import torch
+import triton
+import triton.language as tl
 from chosen import more, with_more
 from gluon_kernels import compile_kernel, tile_types, tritons_barriers
 from launches import jobs_of
 from score_cases import bent, bent_derivative
 from time_sparse import softsign, softsign_derivative
 
-from attnlib import BlockMask
+from attnlib import BlockMask, attention
 from attnlib.bench import inspect_sm90
 from attnlib.bench.inspect_sm90 import SMEM_LIMIT, Stats
 from attnlib.bench.sass import opcode
@@ -446,3 +448,23 @@ def test_portable_with_a_function_of_the_users_own() -> None:
             assert stats.opcodes.get("HGMMA") and not stats.opcodes.get("HMMA")
             assert stats.shared_bytes <= SMEM_LIMIT and stats.ctas_per_sm > 0 and stats.spills <= 32
             assert stats.opcodes.get("MUFU.RCP"), "the division of the function"
+
+
+FACTOR = tl.constexpr(2.0)
+
+
+@triton.jit
+def multiplied(s, i, j, h, b):
+    return s * FACTOR
+
+
+def test_a_function_keeps_its_global_variables(monkeypatch) -> None:
+    """Nothing is compiled again where one has changed, so the call says so."""
+    q = torch.randn(1, 1, 4, 16)
+    own = Score(function=multiplied, reference=lambda s, i, j, h, b: s * FACTOR.value)
+    attention(q, q, q, score=own)
+    monkeypatch.setitem(globals(), "FACTOR", tl.constexpr(3.0))
+    expected = r"score.function: expected the global variable FACTOR to stay constexpr\[2.0\], got "
+    for score in (own, replace(own, soft_cap=5.0)):
+        with pytest.raises(ValueError, match=expected):
+            attention(q, q, q, score=score)
