@@ -57,7 +57,8 @@ def attention_monarch(
             is copied or computed for what is missing.
         key_mask: (B, N) bool: False for tokens that do not count. No query attends to them, and the fit
             leaves out their queries. The rows of the other tokens are as if these were missing, as long as
-            the others keep their places. Rows of tokens that do not count are computed like all others.
+            the others keep their places. Rows of tokens that do not count are computed too, but from a fit
+            without their queries: no `block` makes them exact.
         sm_scale: factor on the scores, default 1/sqrt(D), from -1e26 to 1e26.
         impl: "triton"; "reference", which is PyTorch in fp64; None for "triton".
 

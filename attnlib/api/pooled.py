@@ -49,7 +49,8 @@ def attention_pooled(
 
     Returns:
         out, (B, H, Sq, D), as `attention` gives it; and pooled, (B, H, ceil(Sq / block), ceil(Sk / block))
-        float32, from 0 to 1 up to rounding; 0 where no query of a block sees a key of the other.
+        float32, from 0 to 1 up to rounding; 0 where no query of a block sees a key of the other. A weight
+        that is NaN, from NaN or infinity in q or k, is left out or makes its block NaN.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

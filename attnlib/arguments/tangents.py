@@ -5,7 +5,7 @@ from typing import NoReturn
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 
-WITH_BACKWARD = "attention", "attention_entmax"
+WITH_BACKWARD = {"attention": "torch.func.grad, vjp, jacrev", "attention_entmax": "torch.autograd.grad"}
 
 
 def check_tangents(function: str, *tensors: torch.Tensor) -> None:
@@ -33,7 +33,8 @@ class _Refusal(torch.autograd.Function):
 
 def no_forward_derivative(function: str) -> NoReturn:
     """Raise the error of forward-mode differentiation."""
-    has = "; it has a backward pass (torch.func.grad, vjp, jacrev)" if function in WITH_BACKWARD else ""
+    by = WITH_BACKWARD.get(function)
+    has = "" if by is None else f"; it has a backward pass ({by})"
     raise RuntimeError(
         f"attnlib.{function} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, "
         f"torch.autograd.forward_ad){has}"
