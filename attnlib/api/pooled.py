@@ -50,7 +50,9 @@ def attention_pooled(
     Returns:
         out, (B, H, Sq, D), as `attention` gives it; and pooled, (B, H, ceil(Sq / block), ceil(Sk / block))
         float32, from 0 to 1 up to rounding; 0 where no query of a block sees a key of the other. A weight
-        that is NaN, from NaN or infinity in q or k, is left out or makes its block NaN.
+        that is NaN, from NaN or infinity in q or k, is left out or makes its block NaN. Kernels compute
+        weights from the LSE in float32, with a relative error of about 1e-7 times the magnitude of the
+        scores: beyond 1e4 it begins to matter, and beyond some 1e7 weights mean nothing and may be infinite.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
