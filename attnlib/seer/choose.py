@@ -55,8 +55,8 @@ def top_of_density(blocks: int, density: float) -> int:
 
 def mask_of(blocks: torch.Tensor, seqlen: int, block: int, density: float | None = None) -> BlockMask:
     """The causal mask of chosen blocks, for `attnlib.attention(..., block_mask=)`. The block on the diagonal
-    is always seen. density: what `top_of_density` was given; where rows have few blocks, a call that knows it
-    is faster.
+    is always seen. `blocks` must not change afterwards. density: what `top_of_density` was given; where rows
+    have few blocks, a call that knows it is faster.
 
     Raises:
         TypeError, ValueError: as `BlockMask.from_chosen`, whose arguments these are.
