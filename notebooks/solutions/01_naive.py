@@ -22,7 +22,7 @@ def softmax_once_kernel(s_ptr, p_ptr, columns, BLOCK: tl.constexpr):
 
 
 def softmax_once(s: torch.Tensor) -> torch.Tensor:
-    """One program a row; 16384 scores are 32 registers for each thread of 16 warps, 128 of the 4 warps here."""
+    """One program a row. 16384 scores are 32 registers a thread with 16 warps, 128 with the 4 used here."""
     rows, columns = s.shape
     p = torch.empty_like(s)
     softmax_once_kernel[(rows,)](s, p, columns, BLOCK=triton.next_power_of_2(columns), num_warps=4)
