@@ -139,6 +139,7 @@ def test_candidates_are_right_and_stand_in_a_table(small, monkeypatch, capsys):
     rows = [f"attnlib, {name}" for name in tune_decode.NEXT]
     rows += ["attnlib, as it chooses", *[f"attnlib, {name}" for name in tune_decode.LARGE]]
     rows += [f"attnlib fp8, {name}" for name in tune_decode.TILES]
+    rows += [f"attnlib fp8, pages of {page}, {name}" for page in (16, 64) for name in tune_decode.TILES]
     rows += [f"attnlib, pages of {page}{more}" for page in (16, 64) for more in ("", ", 3 stages")]
     rows += [f"attnlib fp8, pages of {page}" for page in (16, 64)]
     controls_and_copies = 4 + 4 + 4 + 5
