@@ -50,6 +50,14 @@ def check_method(method, q_heads: int, kv_heads: int, ranks: int) -> None:
     check_heads(q_heads, kv_heads, ranks if method == "ulysses" else 1)
 
 
+def check_in_order(in_order, shares: int) -> None:
+    """in_order: None or a bool; `shares` ranks of the second dimension of a mesh."""
+    if in_order is not None and not isinstance(in_order, bool):
+        raise TypeError(f"in_order: expected a bool or None, got {type_name(in_order)}")
+    if in_order and shares > 1:
+        raise ValueError("in_order: expected False or None with a mesh of 2 dimensions, got True")
+
+
 def check_heads(q_heads: int, kv_heads: int, ranks: int) -> None:
     """Heads that are shared out among ranks."""
     for name, heads in (("q", q_heads), ("k", kv_heads)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,13 +16,23 @@ from attnlib.arguments.exact import Options
 from attnlib.autograd import Computed
 from attnlib.distributed.groups import Group, Ranks, device_of, ranks_of
 from attnlib.distributed.heads import ToHeads, ToRows, differentiated
-from attnlib.distributed.layout import parts_of, rows_divisor, take
+from attnlib.distributed.layout import is_zigzag, parts_of, pieces_of, rows_divisor, take
 from attnlib.distributed.links import Links, agree_on_all, links_of
+from attnlib.distributed.order import Moved
 from attnlib.distributed.rotation import Job, backward, forward
 from attnlib.params import Implementation, MaskWindow, Params, mask_window
 
 __all__ = ["attention", "positions", "shard", "unshard"]
 Method = Literal["ring", "all_gather", "ulysses", "auto"]
+
+
+
+class Way(NamedTuple):
+    """`method` and `in_order`, as `attention` takes them."""
+
+    method: Method = "auto"
+    in_order: bool | None = None
+
 
 ROWS_PER_SHIFT = 6000
 """With "auto", rows of a rank from which its own attention takes longer than the keys and values of one
@@ -43,6 +53,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool = False,
     method: Method = "auto",
+    in_order: bool | None = None,
     impl: Implementation | None = None,
     timeout: float = 120.0,
 ):
@@ -66,9 +77,8 @@ def attention(
         v: (B, Hkv, S / ranks, D).
         group: a process group; None for all ranks; or a DeviceMesh. A mesh of two dimensions (r, u) is the
             hybrid: u ranks next to each other share out the heads as "ulysses" does, and `method` is what the
-            r do with the keys. DTensors with Shard(2) bring their mesh along. Their local parts are rows as
-            `shard` makes them: under a causal mask in the order of `positions`, which is not that of
-            `distribute_tensor`. Threads that call at the same time need groups of their own.
+            r do with the keys. DTensors with Shard(2) bring their mesh along. Threads that call at the same
+            time need groups of their own.
         causal, window, sm_scale, deterministic, impl: as in `attnlib.attention`, of the whole sequence. With
             a left bound only the keys within it are sent.
         return_lse: also return the LSE of this rank's rows. No gradient flows through it.
@@ -79,6 +89,12 @@ def attention(
             "ulysses": instead of rows of all heads a rank computes all rows of some heads. H and Hkv have to
             be multiples of the ranks.
             "auto": "all_gather" where it is no slower or needs no more memory, else "ring".
+        in_order: whether rows lie in order, rank r with the r-th piece of the sequence, instead of as
+            `positions` says; the output lies as q. It matters under a causal mask without a left bound: rows
+            are then sent to where all ranks have the same to do, and the output back, which nothing hides
+            ("ulysses" takes them as they are). Not with a mesh of two dimensions. None is False; but
+            DTensors under such a mask need a word: True for those of `distribute_tensor`, False for those
+            whose local parts `shard` has made.
         timeout: seconds that this rank waits for the others, forward and backward; it may differ between
             ranks. A mistake in `group` is told on its own rank only.
 
@@ -99,20 +115,21 @@ def attention(
     if any(isinstance(x, DTensor) for x in (q, k, v)):
         return _dtensors(q, k, v, group, {
             "causal": causal, "window": window, "sm_scale": sm_scale, "return_lse": return_lse,
-            "deterministic": deterministic, "method": method, "impl": impl, "timeout": timeout,
+            "deterministic": deterministic, "method": method, "in_order": in_order, "impl": impl,
+            "timeout": timeout,
         })  # fmt: skip
     outer, inner, error = _linked(q, group, timeout)
     q, k, v = autocast(q, k, v)
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
-    _agree((q, k, v), options, method, outer, inner, error)
+    way = Way(method, in_order)
+    _agree((q, k, v), options, way, outer, inner, error)
     asked = mask_window(causal, window)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     params = Params(asked, scale, None, True, deterministic, impl)
     if inner is not None:
-        rows = q.shape[2]
-        pieces = tuple((range(i * rows, (i + 1) * rows),) for i in range(inner.ranks))
+        pieces = pieces_of(inner.ranks, q.shape[2])
         q, k, v = (ToHeads.apply(x, inner, pieces, name) for name, x in zip("qkv", (q, k, v), strict=True))
-    out, lse = _between_ranks(q, k, v, params, outer, method)
+    out, lse = _between_ranks(q, k, v, params, outer, way)
     if inner is not None:
         out = ToRows.apply(out, inner, pieces, next(inner.calls))
         lse = ToRows.apply(lse[..., None], inner, pieces)[..., 0]
@@ -128,12 +145,26 @@ def _linked(x, group: Group, timeout) -> tuple[Links, Links | None, Exception | 
     return outer, None if ranks.inner is None else links_of(ranks.inner, device, timeout), error
 
 
-def _between_ranks(q, k, v, params: Params, links: Links, method: Method):
+def _between_ranks(q, k, v, params: Params, links: Links, way: Way):
     window = params.window
-    if links.ranks > 1 and method != "ulysses":
-        way = _decided(method, q, k, links.ranks, window)
-        return _Attention.apply(q, k, v, Job(links, params, way, next(links.calls)))
+    pieces = pieces_of(links.ranks, q.shape[2])
     parts = tuple(parts_of(rank, links.ranks, q.shape[2], window) for rank in range(links.ranks))
+    if links.ranks > 1 and way.method != "ulysses":
+        job = Job(links, params, _decided(way.method, q, k, links.ranks, window), next(links.calls))
+        if not way.in_order or parts == pieces:
+            return _Attention.apply(q, k, v, job)
+        q, k, v = (
+            Moved.apply(x, links, pieces, parts, f"gradient of {name}")
+            for name, x in zip("qkv", (q, k, v), strict=True)
+        )
+        out, lse = _Attention.apply(q, k, v, job)
+        out, lse = (
+            Moved.apply(x, links, parts, pieces, f"backward to call {job.number}")
+            for x in (out, lse[..., None])
+        )
+        return out, lse[..., 0]
+    if way.in_order:
+        parts = pieces
     if links.ranks > 1:
         q, k, v = (ToHeads.apply(x, links, parts, name) for name, x in zip("qkv", (q, k, v), strict=True))
     bounds = tuple(-1 if bound is None else bound for bound in window)
@@ -176,7 +207,7 @@ def _gradients(job: Job, d_out: torch.Tensor, *saved: torch.Tensor) -> tuple[tor
 
 
 def _agree(
-    tensors: tuple, options: Options, method: Method, outer: Links, inner: Links | None,
+    tensors: tuple, options: Options, way: Way, outer: Links, inner: Links | None,
     error: Exception | None = None,
 ) -> None:  # fmt: skip
     """Check the arguments here, if nothing is wrong yet, and compare them with those of the other ranks."""
@@ -186,16 +217,19 @@ def _agree(
         if error is not None:
             raise error
         shares = 1 if inner is None else inner.ranks
-        divisor = rows_divisor(outer.ranks, shares, _window_of(options))
+        divisor = rows_divisor(outer.ranks, shares, _window_of(options.causal, options.window))
         arguments.check_distributed(q, k, v, options, divisor)
         arguments.check_heads(q.shape[1], k.shape[1], shares)
-        arguments.check_method(method, q.shape[1], k.shape[1], outer.ranks * shares)
+        arguments.check_method(way.method, q.shape[1], k.shape[1], outer.ranks * shares)
+        arguments.check_in_order(way.in_order, shares)
+        each = way.method == "ulysses" or inner is not None or bool(way.in_order)
         stated = {
             "q": f"shape {tuple(q.shape)} of {str(q.dtype).removeprefix('torch.')}",
             "k": f"shape {tuple(k.shape)}",
             **options._asdict(),
-            "method": method,
-            "requires_grad": differentiated((q, k, v), method == "ulysses" or inner is not None),
+            "method": way.method,
+            "in_order": bool(way.in_order),
+            "requires_grad": differentiated((q, k, v), each),
             "step": "forward",
         }
     except Exception as found:  # whatever it is, the other ranks wait
@@ -203,9 +237,9 @@ def _agree(
     agree_on_all(filter(None, (inner, outer)), stated, error)
 
 
-def _window_of(options: Options) -> MaskWindow:
-    arguments.check_mask(options.causal, options.window)
-    return mask_window(options.causal, options.window)
+def _window_of(causal, window) -> MaskWindow:
+    arguments.check_mask(causal, window)
+    return mask_window(causal, window)
 
 
 def _decided(method: Method, q, k, ranks: int, window: MaskWindow) -> str:
@@ -218,9 +252,14 @@ def _decided(method: Method, q, k, ranks: int, window: MaskWindow) -> str:
 
 
 def _dtensors(q: DTensor, k: DTensor, v: DTensor, group: Group, options: dict):
-    """The same of DTensors, sharded in dimension 2, whose local parts `shard` has made."""
+    """The same of DTensors, sharded in dimension 2."""
     try:
         _check_dtensors(q, k, v, group)
+        if options["in_order"] is None and is_zigzag(_window_of(options["causal"], options["window"])):
+            raise ValueError(
+                "in_order: expected True or False with DTensors under a causal mask, True where rows lie in "
+                "order, as distribute_tensor leaves them, False where shard made the local parts; got None"
+            )
     except (TypeError, ValueError) as error:  # the other ranks wait
         first = next(x for x in (q, k, v) if isinstance(x, DTensor))
         outer, inner, _ = _linked(first.to_local(), first.device_mesh, options["timeout"])
@@ -253,8 +292,8 @@ def positions(
 
     A causal sequence is cut into two parts for each rank, and rank r of n holds parts r and 2n - 1 - r: late
     rows see more keys, and so all ranks have the same to do. With a left bound in `window`, or without a
-    mask, a rank holds one piece. The order does not depend on the method. ValueError for an odd number of
-    causal rows.
+    mask, a rank holds one piece. The order does not depend on the method. (With `in_order` calls take rows
+    in order instead, and move them themselves.) ValueError for an odd number of causal rows.
     """
     arguments.check_mask(causal, window)
     ranks, asked = ranks_of(group), mask_window(causal, window)

@@ -15,6 +15,11 @@ def is_zigzag(window: MaskWindow) -> bool:
     return window == MaskWindow(None, 0)
 
 
+def pieces_of(ranks: int, rows: int) -> tuple[Parts, ...]:
+    """The positions of each rank where rows lie in order."""
+    return tuple((range(rank * rows, (rank + 1) * rows),) for rank in range(ranks))
+
+
 def parts_of(rank: int, ranks: int, rows: int, window: MaskWindow) -> Parts:
     """The positions of a rank that holds so many rows."""
     if not is_zigzag(window) or ranks == 1:

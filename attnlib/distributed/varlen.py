@@ -12,6 +12,7 @@ from attnlib.arguments.exact import Options
 from attnlib.arguments.offsets import check_offsets_of
 from attnlib.distributed.groups import Group, device_of, ranks_of
 from attnlib.distributed.heads import ToHeads, ToRows, differentiated
+from attnlib.distributed.layout import pieces_of
 from attnlib.distributed.links import Links, links_of
 from attnlib.params import Implementation, Varlen
 
@@ -72,8 +73,7 @@ def attention_varlen(
     links = links_of(ranks.outer, device_of(q, ranks.outer), timeout)
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
     _agree((q, k, v), Varlen(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), options, links, error)
-    size = len(q)
-    pieces = tuple((range(rank * size, (rank + 1) * size),) for rank in range(links.ranks))
+    pieces = pieces_of(links.ranks, len(q))
     whole = (
         ToHeads.apply(x.transpose(0, 1)[None], links, pieces, name)[0].transpose(0, 1)
         for name, x in zip("qkv", (q, k, v), strict=True)

@@ -93,6 +93,25 @@ def test_dtensors(two):
     assert max(two.run(jobs.dtensors)) == 0
 
 
+IN_ORDER = [(method, None, False) for method in ("ring", "all_gather", "ulysses", "auto")]
+IN_ORDER += [("ring", (20, 0), False), ("auto", None, True), ("ulysses", None, True)]
+
+
+@pytest.mark.parametrize(("method", "window", "spread"), IN_ORDER)
+def test_rows_in_order(two, method, window, spread):
+    assert max(two.run(jobs.rows_in_order, method, window, spread)) <= EXACT
+
+
+def test_an_order_that_ranks_or_meshes_do_not_share(two):
+    for found in two.run(jobs.order_said_wrong):
+        ranks, mesh, kind, unsaid, no_mask = found
+        assert ranks.startswith("ValueError: in_order: expected the same on all ranks of the group")
+        assert mesh == "ValueError: in_order: expected False or None with a mesh of 2 dimensions, got True"
+        assert kind == "TypeError: in_order: expected a bool or None, got int"
+        assert unsaid.startswith("ValueError: in_order: expected True or False with DTensors under a causal")
+        assert no_mask == "no error"
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_in_a_compiled_function(two, backend):
     """A graph breaks at each of the three, forward and backward."""
@@ -188,9 +207,9 @@ def test_rows_of_a_mesh_with_odd_pieces():
 
     q = torch.zeros(1, 6, 3, 8)
     with pytest.raises(ValueError, match="q: expected a multiple of 2 rows on each rank"):
-        api._agree((q, q, q), Options(causal=True), "auto", links(2), links(3))
+        api._agree((q, q, q), Options(causal=True), api.Way(), links(2), links(3))
     assert len(heard) == 2 and all(heard)
-    api._agree((q[:, :, :2],) * 3, Options(causal=True), "auto", links(2), links(3))
+    api._agree((q[:, :, :2],) * 3, Options(causal=True), api.Way(), links(2), links(3))
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses", "output"])

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from attnlib.distributed import layout, pieces, schedule
+from attnlib.distributed import layout, order, pieces, schedule
 from attnlib.kernels.reference import merge as reference
 from attnlib.kernels.reference.gradients import visible
 from attnlib.params import Existing, MaskWindow
@@ -31,6 +31,15 @@ SCHEDULE = {
                                  "if last.keys.start == call.keys.start and"),
     "pieces out of order": ("key=lambda piece: piece.start", "key=lambda piece: -piece.start"),
     "its own keys again": ("list(range(1, ranks))", "list(range(0, ranks))"),
+}  # fmt: skip
+
+
+ORDER = {
+    "rows of another part": ("at, to = here.start + first - part.start,", "at, to = first - part.start,"),
+    "a place of another part": ("there.start + first - place.start", "first - place.start"),
+    "a row too few": ("slice(at, at + end - first), slice(to, to + end - first)",
+                      "slice(at, at + end - first - 1), slice(to, to + end - first - 1)"),
+    "the end of one alone": ("min(part.stop, place.stop)", "part.stop"),
 }  # fmt: skip
 
 
@@ -114,3 +123,38 @@ def test_the_merge_is_right():
 @pytest.mark.parametrize("name", MERGE)
 def test_a_bug_in_the_merge_is_noticed(name):
     assert not merges(planted(reference, *MERGE[name])["merge_into"])
+
+
+def all_there(common) -> bool:
+    """Whether each rank has all its rows, and has them once, when rows in order have moved to where a causal
+    mask wants them, and back."""
+    for ranks, rows in ((1, 3), (2, 2), (2, 6), (3, 4), (4, 6), (5, 2)):
+        ways = layout.pieces_of(ranks, rows), tuple(
+            layout.parts_of(rank, ranks, rows, MaskWindow(None, 0)) for rank in range(ranks)
+        )  # fmt: skip
+        for before, after in (ways, ways[::-1]):
+            had, wanted = ([torch.tensor([i for part in parts for i in part]) for parts in way]
+                           for way in (before, after))  # fmt: skip
+            for rank in range(ranks):
+                found = torch.full((rows,), -1)
+                for peer in range(ranks):
+                    for here, there in common(before[peer], after[rank]):
+                        if here.stop > rows or there.stop > rows or (found[there] >= 0).any():
+                            return False
+                        found[there] = had[peer][here]
+                if not torch.equal(found, wanted[rank]):
+                    return False
+    return True
+
+
+def test_rows_reach_their_places():
+    assert all_there(order._common)
+
+
+@pytest.mark.parametrize("bug", ORDER)
+def test_bugs_in_the_order(bug):
+    try:
+        right = all_there(planted(order, *ORDER[bug])["_common"])
+    except RuntimeError:  # pieces of other sizes
+        right = False
+    assert not right, bug

@@ -273,7 +273,7 @@ def dtensors() -> float:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plain = [cp.shard(x, causal=True).detach().requires_grad_() for x in inputs(Case())[:3]]
     given = [DTensor.from_local(x.detach().clone(), mesh, [Shard(2)]).requires_grad_() for x in plain]
-    found = cp.attention(*given, causal=True, impl="reference", timeout=200)
+    found = cp.attention(*given, causal=True, in_order=False, impl="reference", timeout=200)
     out = cp.attention(*plain, causal=True, impl="reference", timeout=200)
     assert type_name(found).endswith("DTensor") and found.shape[2] == 64
     other = init_device_mesh("cpu", (1, dist.get_world_size()))
@@ -289,6 +289,47 @@ def dtensors() -> float:
     (local * local).sum().backward()
     pairs = [(local, out), *((x.grad.to_local(), y.grad) for x, y in zip(given, plain, strict=True))]
     return max((x - y).abs().max().item() for x, y in pairs)
+
+
+def rows_in_order(method: str, window: tuple[int, int] | None, spread: bool) -> float:
+    """Rows in order, of plain tensors or of DTensors as distribute_tensor makes them: the largest difference
+    of output, LSE and gradients from one process."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    case = Case(True, window, method)
+    *whole, d_out = inputs(case)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    if spread:
+        given = [distribute_tensor(x.contiguous(), mesh, [Shard(2)]).requires_grad_() for x in whole]
+    else:
+        given = [x.chunk(ranks, 2)[rank].clone().requires_grad_() for x in whole]
+    out, lse = cp.attention(*given, causal=True, window=window, method=method, in_order=True, return_lse=True,
+                            impl="reference", timeout=200)  # fmt: skip
+    found = [out, lse]
+    if spread:
+        found = [x.to_local() for x in found]
+    found[0].backward(d_out.chunk(ranks, 2)[rank])
+    found += [x.grad.to_local() if spread else x.grad for x in given]
+    pairs = zip(found, one_process(case), strict=True)
+    return max((x - y.chunk(ranks, 2)[rank]).abs().max().item() for x, y in pairs)
+
+
+def order_said_wrong() -> list[str]:
+    """What calls say whose ranks, mesh or tensors do not fit `in_order`."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    ranks, x = dist.get_world_size(), torch.ones(1, 2, 8, 8)
+    options = {"causal": True, "impl": "reference", "timeout": 20}
+    spread = distribute_tensor(torch.ones(1, 2, 16, 8), init_device_mesh("cpu", (ranks,)), [Shard(2)])
+    wide = init_device_mesh("cpu", (1, ranks))
+    return [
+        told(lambda: cp.attention(x, x, x, in_order=dist.get_rank() == 1, **options)),
+        told(lambda: cp.attention(x, x, x, in_order=True, group=wide, **options)),
+        told(lambda: cp.attention(x, x, x, in_order=1, **options)),
+        told(lambda: cp.attention(spread, spread, spread, **options)),
+        told(lambda: cp.attention(spread, spread, spread, impl="reference", timeout=20)),
+    ]
 
 
 def compiled(backend: str) -> tuple[float, list[str]]:
