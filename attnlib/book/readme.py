@@ -18,7 +18,7 @@ from attnlib.book import generation
 LADDER, SUSTAINED = ("19_record", "ladder"), ("19_record", "sustained")
 TEACHING = ("15_teaching", "ladder")
 HOST, STEP = ("host_time", "backward"), ("host_time", "step")
-DECODE = ("decode", "calls")
+DECODE, FP8_CACHES = ("decode", "calls"), ("decode", "fp8")
 FP8 = ("fp8", "attention")
 HEAD_DIMS, HEAD_DIMS_BACKWARD = ("head_dims", "calls"), ("head_dims", "backward")
 VALUES, VALUES_BACKWARD = ("head_dims", "values"), ("head_dims", "values_backward")
@@ -110,6 +110,21 @@ def decode_table() -> str:
                 _cells(lines, row["call"], columns)[row["impl"]] = f"{row['gb_per_s']:.0f}"
         parts.append(_shown(lines, columns, table))
     return "\n\n".join(parts)
+
+
+def fp8_caches_table() -> str:
+    """Decoding from caches in FP8 beside those in 16 bits, in the record of `tests/gpu/time_decode.py`."""
+    table = records.load(*FP8_CACHES, gpu=records.REFERENCE_GPU)
+    impls = {
+        "attnlib": "16 bits, µs", "attnlib fp8": "FP8", "attnlib, pages of 64": "pages of 64, 16 bits",
+        "attnlib fp8, pages of 64": "FP8, a scale for each", "attnlib, pages of 16": "pages of 16, 16 bits",
+        "attnlib fp8, pages of 16": "FP8, for each of these",
+    }  # fmt: skip
+    columns, lines = {"call": "Decoding, caches in FP8", **impls}, {}
+    for row in table.rows:
+        if row["impl"] in impls and row["status"] == "ok":
+            _cells(lines, row["call"], columns)[row["impl"]] = f"{1e3 * row['ms']:.1f}"
+    return _shown(lines, columns, table)
 
 
 def generate_table() -> str:
@@ -370,7 +385,8 @@ def s2_table() -> str:
 SECTIONS = {
     "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
     "kept_shift": kept_shift_table, "plane": plane_table, "head_dims": head_dims_table,
-    "values": values_table, "host": host_table, "decode": decode_table, "generate": generate_table,
+    "values": values_table, "host": host_table, "decode": decode_table,
+    "fp8_caches": fp8_caches_table, "generate": generate_table,
     "fp8": fp8_table, "sparse": sparse_tables, "s2": s2_table, "approximate": approximate_tables,
     "entmax": entmax_table, "distributed": distributed_table,
 }  # fmt: skip
