@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from attnlib import dispatch
+from attnlib.arguments.exact import Options, check
 from attnlib.params import Params, mask_window
 
 __all__ = ["NAME", "register"]
@@ -59,7 +60,7 @@ def _forward(
 ) -> tuple[Any, ...]:
     if return_debug_mask:
         raise RuntimeError("attnlib.sdpa: return_debug_mask: expected False, got True")
-    params = _params(query, key, dropout_p, is_causal, scale)
+    params = _params(query, key, value, dropout_p, is_causal, scale)
     out, lse = dispatch.forward(query, key, value, params)
     seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of no dropout
     offset = torch.zeros((), dtype=torch.uint64, device=query.device)
@@ -84,7 +85,7 @@ def _backward(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    params = _params(query, key, dropout_p, is_causal, scale)
+    params = _params(query, key, value, dropout_p, is_causal, scale)
     saved = dispatch.Saved(query, key, value, out, logsumexp.contiguous())
     if 0 in grad_out.stride() or grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
@@ -92,8 +93,11 @@ def _backward(
 
 
 def _params(
-    query: torch.Tensor, key: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None
-) -> Params:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool,
+    scale: float | None,
+) -> Params:  # fmt: skip
+    # Context parallelism calls the operators itself, without the checks of `scaled_dot_product_attention`.
+    check(query, key, value, Options(is_causal, sm_scale=scale), own_values=True)
     if dropout_p:
         raise RuntimeError(f"attnlib.sdpa: dropout_p: expected 0, got {dropout_p}")
     if is_causal and query.shape[2] != key.shape[2]:

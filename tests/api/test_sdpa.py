@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -46,6 +48,36 @@ def test_output_and_gradients(active, causal):
 def test_what_it_refuses(active, options, message):
     with pytest.raises(RuntimeError, match=message):
         aten._scaled_dot_product_flash_attention(*inputs(keys=24), **options)
+
+
+def of_sizes(*sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.ones(size, dtype=dtype) for size in sizes]
+
+
+FITTING = [(1, 2, 20, 16)] * 3
+WRONG = {
+    "k: expected batch size 2 as q has": (of_sizes((2, 2, 20, 16), *FITTING[1:]), {}),
+    "k: expected a number of heads that divides q's 3": (of_sizes((1, 3, 20, 16), *FITTING[1:]), {}),
+    "v: expected shape (1, 2, 20, 16) as k has": (of_sizes(*FITTING[1:], (1, 2, 19, 16)), {}),
+    "q: expected a head dimension that is a multiple of 8": (of_sizes(*[(1, 2, 20, 12)] * 3), {}),
+    "q: expected dtype float16": (of_sizes(*FITTING, dtype=torch.float64), {}),
+    "sm_scale: expected a number from": (of_sizes(*FITTING), {"scale": float("nan")}),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_the_operators_check_what_they_are_given(active, message):
+    given, options = WRONG[message]
+    wrong = pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}")
+    with wrong:
+        aten._scaled_dot_product_flash_attention(*given, **options)
+    out = torch.ones(*given[0].shape[:3], given[2].shape[3], dtype=given[0].dtype)
+    lse, seed = out[..., 0].float(), torch.zeros(2, dtype=torch.uint64)
+    sizes = None, None, given[0].shape[2], given[1].shape[2]
+    with wrong:
+        aten._scaled_dot_product_flash_attention_backward(
+            out, *given, out, lse, *sizes, 0.0, False, seed, seed, **options
+        )
 
 
 def test_pytorch_knows_it_and_forgets_it():
