@@ -314,10 +314,15 @@ class BlockMask:
         return f"BlockMask(shape={self.shape}, device={str(self.device)!r}, density={self.density():.3f})"
 
     def density(self, step: int = UNIT) -> float:
-        """Which part of all 128 x `step` blocks is not absent."""
+        """Which part of all 128 x `step` blocks up to the last key is not absent."""
         checks.check_chosen_size(step, "step")
+        return self._part(step, -(-self.shape[3] // step))
+
+    def _part(self, step: int, count: int | None = None) -> float:
+        """The same of the first `count` blocks side by side, or of all that fill whole tiles."""
         some = self._tiles.kinds != ABSENT
         some = some.unflatten(3, (-1, step // UNIT)).unflatten(2, (-1, TILE // UNIT)).any(5).any(3)
+        some = some[..., :count]
         return some.float().mean().item() if some.numel() else 0.0
 
     def to(self, device: torch.device | str) -> BlockMask:
@@ -365,7 +370,7 @@ class BlockMask:
         empty = torch.stack([absent.all(3).any(), absent.all(2).any()]).tolist()
         bits = len(self._tiles.words) > 1
         partial = bits or any(empty), bits or empty[0]
-        steps, fine = (self.density(size) * self._grid.tiles[1] for size in (TILE, UNIT))
+        steps, fine = (self._part(size) * self._grid.tiles[1] for size in (TILE, UNIT))
         coarse, short = steps <= 1.1 * fine, is_short(steps, fine, partial[1])
         ahead = leading(self._tiles)
         gathered = None if self.gathered is None else self.gathered.form

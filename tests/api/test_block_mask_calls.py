@@ -202,6 +202,17 @@ def test_flops_go_by_the_blocks():
     assert counts[1] == round(counts[0] * mask.density()) == counts[0] // 2  # rows of tiles are 128
 
 
+@pytest.mark.parametrize(("S_q", "S_k"), [(20, 50), (300, 700), (256, 256)])
+def test_flops_of_a_mask_that_hides_nothing(S_q, S_k):
+    """Blocks behind the last key, which fill up its tile, do not count."""
+    q, k = torch.randn(1, 1, S_q, 16), torch.randn(1, 1, S_k, 16)
+    mask = BlockMask.from_function(lambda b, h, i, j: j >= 0, S_q, S_k)
+    with FlopCounterMode(display=False) as counter:
+        attention(q, k, k, block_mask=mask, impl="reference")
+    assert counter.get_total_flops() == 4 * 16 * S_q * S_k
+    assert mask.density() == mask.density(128) == 1.0
+
+
 @pytest.mark.parametrize("again", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy, copy.copy])
 def test_a_copy_of_a_mask_is_found_as_itself_in_a_graph(again):
     """Numbers are of a process: one that was made by another may meet a mask that has its number here."""
