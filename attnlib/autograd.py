@@ -100,11 +100,27 @@ class Gradient(Function):
         no_second_derivative()
 
 
+def watched() -> bool:
+    """Whether a dispatch mode is on, as FLOP counters are: it sees the operators of `attnlib.torch_ops`, and
+    nothing of a call that does not go through one."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def options_of(params: Params) -> tuple:
+    """left, right, sm_scale and block_mask, as the operators take them."""
+    mask = params.block_mask
+    return *params.window, params.sm_scale, None if mask is None else mask.handle
+
+
 class AttentionGradient(Gradient):
     """(dq, dk, dv)."""
 
     @staticmethod
     def forward(d_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, asked: Asked):
+        if watched():
+            params, longest = asked.params, asked.max_seqlens or (0, 0)
+            given = d_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *longest, *options_of(params)
+            return torch.ops.attnlib.attention_backward(*given, params.deterministic, params.impl)
         return dispatch.backward(d_out, Saved(q, k, v, out, lse), asked.of(cu_seqlens_q, cu_seqlens_k))
 
     @staticmethod

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from attnlib import dispatch
 from attnlib.arguments.scores import check_functions
 from attnlib.arguments.tangents import check_tangents, no_forward_derivative
-from attnlib.autograd import Function, Gradient
+from attnlib.autograd import Function, Gradient, options_of, watched
 from attnlib.block_mask import BlockMask
 from attnlib.block_mask.transforms import outside_transforms
 from attnlib.dispatch import Saved
@@ -20,10 +20,12 @@ from attnlib.scores import Score, ScoreParts, given_parts
 
 
 class Scored(NamedTuple):
-    """What a call asks for besides q, k, v, alibi, sinks and bias. score: its other parts."""
+    """What a call asks for besides q, k, v, alibi, sinks and bias. score: its other parts. functions: the
+    number of its functions, as operators take them."""
 
     params: Params
     score: ScoreParts
+    functions: int | None
 
     def of(self, q: torch.Tensor, k: torch.Tensor, alibi, sinks, bias, bias_gradient: bool = False) -> Params:
         """The params of a call with these tensors, as kernels take them: under torch.func those of the score
@@ -73,6 +75,13 @@ class ScoredGradient(Gradient):
 
     @staticmethod
     def forward(d_out, q, k, v, out, lse, alibi, sinks, bias, wanted: bool, asked: Scored):
+        if watched():
+            (params, score, functions), given = asked, (d_out, q, k, v, out, lse, alibi, sinks, bias)
+            options = score.soft_cap, score.diagonal, functions, *options_of(params), wanted
+            *found, dsinks, dbias = torch.ops.attnlib.attention_scored_backward(
+                *given, *options, params.deterministic, params.impl
+            )
+            return *found, None if sinks is None else dsinks, dbias if wanted else None
         params = asked.of(q, k, alibi, sinks, bias, wanted)
         dq, dk, dv, dsinks, dbias = dispatch.backward(d_out, Saved(q, k, v, out, lse), params)
         dsinks = None if dsinks is None else dsinks.to(sinks.dtype)
@@ -108,7 +117,7 @@ def run(q, k, v, score: Score, params: Params) -> tuple[torch.Tensor, torch.Tens
     """(out, LSE), differentiable. `params` has a block mask."""
     parts = given_parts(score, q, k)
     tensors = parts.alibi, parts.sinks, parts.bias
-    args, asked = (q, k, v, *tensors), Scored(params, parts)
+    args, asked = (q, k, v, *tensors), Scored(params, parts, score.functions)
     functorch = torch._C._are_functorch_transforms_active()
     given = [x for x in args if x is not None]
     if forward_ad._current_level >= 0:

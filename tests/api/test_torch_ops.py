@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnlib import attention, attention_entmax_varlen, attention_varlen
+from attnlib import BlockMask, Score, attention, attention_entmax_varlen, attention_varlen
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.shapes import Shape
 
@@ -458,6 +458,28 @@ def test_flops_are_counted_as_for_pytorchs_own_attention(causal):
         attention(*inputs, causal=causal).sum().backward()
 
     assert flops(step) == own * 7 // 2  # 2 products forward, 5 backward
+    inputs = leaves(q, k, v)
+    out = attention(*inputs, causal=causal)
+    assert flops(out.sum().backward) == own * 5 // 2  # the backward pass alone
+    expected = torch.autograd.grad(attention(*inputs, causal=causal).sum(), inputs)
+    assert all(torch.equal(x.grad, dx) for x, dx in zip(inputs, expected, strict=True))
+
+
+def test_flops_of_a_backward_pass_alone(device):
+    """Of a call that no counter saw: of varlen sequences, under a block mask, with a score."""
+    arguments = varlen(device)
+    inputs = leaves(*arguments[:3])
+    out = attention_varlen(*inputs, *arguments[3:])
+    assert flops(out.sum().backward) == 10 * 4 * (7 * 30 + 13 * 0) * 16
+    mask = BlockMask.from_function(lambda b, h, i, j: j < 30, 20, 50, device=device)
+    score = Score(soft_cap=3.0, sinks=torch.zeros(4, device=device, requires_grad=True))
+    for options in ({"block_mask": mask}, {"score": score}, {"block_mask": mask, "score": score}):
+        given = leaves(*small(20, 50, device=device))
+        out = attention(*given, **options)
+        counted = flops(partial(attention, *given, **options))
+        assert flops(out.sum().backward) == counted * 5 // 2 > 0
+        expected = torch.autograd.grad(attention(*given, **options).sum(), given)
+        assert all(torch.equal(x.grad, dx) for x, dx in zip(given, expected, strict=True))
 
 
 def test_offsets_are_read_under_a_dispatch_mode(device):
