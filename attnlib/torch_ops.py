@@ -447,19 +447,26 @@ def _entmax_backward_fake(d_out, q, k, v, *_, **__):
 attention_entmax_backward.register_autograd(lambda ctx, *_: no_second_derivative("attention_entmax"))
 
 
-# ---------------------------------------------------------------- forward-mode differentiation
+# ---------------------------------------------------------------- transformations
 
 _library = torch.library.Library("attnlib", "IMPL")
 _DEVICES = "CPU", "CUDA", "Meta", "XPU", "MPS", "HPU", "PrivateUse1"
 
 
-def _refuse_tangents(operator, function: str) -> None:
-    """Make tangents of the operator's arguments an error: PyTorch drops them silently. The check comes before
-    the function that PyTorch has made of `register_autograd`."""
+def _refuse_transforms(operator, function: str) -> None:
+    """Make tangents of the operator's arguments an error: PyTorch drops them silently. And its gradients by
+    torch.func, which PyTorch's own error does not name. The checks come before the function that PyTorch has
+    made of `register_autograd`."""
     differentiable = make_autograd_impl(operator._opoverload, operator)
 
     def refuse(keys, *args, **options):
-        check_tangents(function, *(x for x in args if isinstance(x, torch.Tensor)))
+        given = [x for x in args if isinstance(x, torch.Tensor)]
+        check_tangents(function, *given)
+        if torch._C._are_functorch_transforms_active() and torch._C._any_requires_grad(*given):
+            raise RuntimeError(  # after a NotImplementedError dynamo would trace the launches
+                f"{function} under torch.func.grad or vjp within torch.compile, make_fx or a dispatch mode: "
+                "not supported; use torch.autograd.grad there"
+            )
         return differentiable(keys, *args, **options)
 
     for device in _DEVICES:
@@ -467,11 +474,11 @@ def _refuse_tangents(operator, function: str) -> None:
 
 
 for _operator in (attention_forward, attention_backward, attention_scored, attention_scored_backward):
-    _refuse_tangents(_operator, "attention")
+    _refuse_transforms(_operator, "attention")
 for _operator in (attention_entmax, attention_entmax_backward):
-    _refuse_tangents(_operator, "attention_entmax")
-_refuse_tangents(attention_decode, "attention_decode")
-_refuse_tangents(attention_bsfa, "attention_bsfa")
+    _refuse_transforms(_operator, "attention_entmax")
+_refuse_transforms(attention_decode, "attention_decode")
+_refuse_transforms(attention_bsfa, "attention_bsfa")
 
 
 flops.register_when_counted()

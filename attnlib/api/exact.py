@@ -123,7 +123,8 @@ def attention(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices, `window`, `block_mask`, `score`, `sm_scale` or `impl` do not fit.
-        RuntimeError: a second or a forward-mode derivative was asked for.
+        RuntimeError: a second or a forward-mode derivative was asked for; or one by `torch.func` within
+            `torch.compile` or a dispatch mode, as FLOP counters are.
         NotImplementedError: it is called under `torch.jit.trace`; under `torch.vmap` with a score, or with a
             block mask for each batch element; under `torch.func.functionalize` together with `torch.func`'s
             `grad`, `vjp` or `jvp`; or a compiled graph makes a score with a function of your own.

@@ -13,6 +13,7 @@ from chosen import in_turn
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -275,6 +276,20 @@ def test_tangents_are_an_error_for_the_operators_too(device):
         # With torch 2.14 PyTorch itself refuses an operator within a transformation that it compiles.
         with pytest.raises(RuntimeError, match="no forward-mode derivative|with functorch transforms"):
             jvp(q)
+
+
+def test_torch_func_within_a_compiler_or_a_mode_is_an_error(device):
+    """PyTorch's own speaks of a method that is missing."""
+    q, k, v = small(dtype="float32", device=device)
+    derivative = torch.func.grad(lambda q: attention(q, k, v).sum())
+    message = "^attention under torch.func.grad or vjp within torch.compile, make_fx or a dispatch mode: "
+    with pytest.raises(RuntimeError, match=message), FlopCounterMode(display=False):
+        derivative(q)
+    with pytest.raises(RuntimeError, match=message):
+        make_fx(derivative)(q)
+    with pytest.raises(RuntimeError, match=message.strip("^")):
+        torch.compile(derivative, fullgraph=True, backend="eager")(q)
+    assert flops(lambda: torch.vmap(lambda q: attention(q[None], k[:1], v[:1]))(q)) > 0  # no derivative
 
 
 def test_a_second_derivative_of_an_operator_is_an_error(device):
