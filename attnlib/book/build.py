@@ -11,6 +11,7 @@ python -m attnlib.book card STEP         a step's profile card as SVG and PDF, f
 
 import argparse
 import base64
+import math
 import os
 import sys
 import time
@@ -59,8 +60,7 @@ def run(
     from attnlib.book.execution import MEASURE, Limits, execute_all
     from attnlib.book.warm import warm
 
-    if minutes is not None and not minutes > 0:
-        raise ValueError(f"minutes: expected more than 0, got {minutes}")
+    _check_limits(timeout=timeout, minutes=minutes)
     if out is None and not can_measure():
         raise ValueError(
             "run: expected a CUDA GPU and no ATTNLIB_REPLAY; use `replay`, or --out DIR to execute copies"
@@ -94,10 +94,20 @@ def replay(
     went through."""
     from attnlib.book.execution import REPLAY, Limits, execute_all
 
+    _check_limits(timeout=timeout, jobs=jobs)
     paths = chapters(folder, names)
     jobs = jobs or default_jobs()
     limits = Limits(timeout)
     return _summary(execute_all(paths, lambda path: out / path.name, mode=REPLAY, jobs=jobs, limits=limits))
+
+
+def _check_limits(**limits: float | None) -> None:
+    """With a time that is over before it begins nothing would run, and nothing would have failed."""
+    for name, value in limits.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}: expected more than 0, got {value}")
+        if value == math.inf:
+            raise ValueError(f"{name}: expected a finite number, got {value}")
 
 
 def default_jobs() -> int:
@@ -274,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             problems = check(given.names, given.source)
             print("\n".join(problems) or "notebooks and tables are clean")
             return 1 if problems else 0
-    except (ValueError, LookupError, FileNotFoundError) as error:
+    except (ValueError, LookupError, OSError) as error:
         print(f"attnlib.book: {error}", file=sys.stderr)
         return 2
     return 0

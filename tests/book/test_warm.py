@@ -111,3 +111,20 @@ def test_minutes_have_to_be_more_than_none(tmp_path, capsys):
     notebook(tmp_path / "01_naive.ipynb", "print('done')")
     assert build.main(["run", "--source", str(tmp_path), "--out", str(tmp_path), "--minutes", "0"]) == 2
     assert "minutes: expected more than 0, got 0.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["--timeout -1", "--timeout nan", "--jobs 0", "--jobs -1"])
+def test_limits_under_which_nothing_runs_are_refused(limit, tmp_path, capsys):
+    notebook(tmp_path / "01_naive.ipynb", "print('done')")
+    folders = ["--source", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert build.main(["replay", *folders, *limit.split()]) == 2
+    name = limit.split()[0].removeprefix("--")
+    assert f"attnlib.book: {name}: expected more than 0, got " in capsys.readouterr().err
+    assert build.main(["replay", *folders, "--timeout", "inf"]) == 2
+    assert "attnlib.book: timeout: expected a finite number, got inf" in capsys.readouterr().err
+
+
+def test_a_folder_that_can_not_be_made_is_named(tmp_path, capsys):
+    path = notebook(tmp_path / "01_naive.ipynb", "print('done')")
+    assert build.main(["figures", "--source", str(tmp_path), "--out", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err
