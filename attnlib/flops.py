@@ -124,19 +124,26 @@ _ENTMAX_OPTIONS = (
 
 
 def decode_flops(q, k, v, *options, **named) -> int:
-    """4 * H * D * Sq * S of each sequence, S its length, or the size of the cache where lengths are not
-    known. A window counts as in `forward_flops`."""
+    """4 * H * D * Sq * S of each sequence, S its length without the keys that `starts` hides, or the size of
+    the cache where lengths are not known. A window counts as in `forward_flops`."""
     given = dict(zip(_DECODE_OPTIONS, options, strict=False)) | named
-    lengths, page_table, left, right = map(given.get, _DECODE_OPTIONS)
+    lengths, page_table, left, right, *_, starts = map(given.get, _DECODE_OPTIONS)
     room = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
-    unknown = lengths is None or lengths.is_meta or isinstance(lengths, torch._subclasses.FakeTensor)
-    counts = [room] * q.shape[0] if unknown else [min(max(n, 0), room) for n in lengths.tolist()]
+    counts = [min(max(n, 0), room) for n in _values(lengths)] or [room] * q.shape[0]
+    hidden = _values(starts) or [0] * q.shape[0]
+    counts = [max(0, n - max(start, 0)) for n, start in zip(counts, hidden, strict=True)]
     if left is not None and right is not None:
         counts = [min(n, left + right + 1) for n in counts]
     return 4 * q.shape[1] * q.shape[-1] * q.shape[2] * sum(counts)
 
 
-_DECODE_OPTIONS = "lengths", "page_table", "left", "right"
+_DECODE_OPTIONS = "lengths", "page_table", "left", "right", "sm_scale", "lse", "split", "starts"
+
+
+def _values(tensor) -> list[int]:
+    """Of a tensor that is there and has values; none else."""
+    unknown = tensor is None or tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor)
+    return [] if unknown else tensor.tolist()
 
 
 def _lengths(q, k, given: dict) -> Iterable[tuple[int, int]]:

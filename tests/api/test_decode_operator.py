@@ -173,6 +173,9 @@ def test_flops(device):
     assert flops(lambda: attention_decode(q, k, v, lengths=lengths)) == per_key * 47
     assert flops(lambda: attention_decode(q, k, v)) == per_key * 80
     assert flops(lambda: attention_decode(q, k, v, lengths=lengths, window=(9, 0))) == per_key * 17
+    starts = torch.tensor([3, 39], dtype=torch.int32, device=device)  # keys that are hidden and not read
+    assert flops(lambda: attention_decode(q, k, v, lengths=lengths, starts=starts)) == per_key * (4 + 1)
+    assert flops(lambda: attention_decode(q, k, v, starts=starts)) == per_key * (37 + 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = [mode.from_tensor(x) for x in (q, k, v, lengths)]
         assert flops(lambda: attention_decode(*fake[:3], lengths=fake[3])) == per_key * 80
