@@ -193,7 +193,7 @@ def card(args: argparse.Namespace) -> list[Path]:
     """Write a profile card as SVG and PDF; returns the files."""
     from attnlib.bench import profiling, records
     from attnlib.book import plotting
-    from attnlib.book.card import alt_text, profile_card
+    from attnlib.book.card import alt_text, counted, profile_card
 
     if args.record:
         record = records.read(args.record)
@@ -201,7 +201,10 @@ def card(args: argparse.Namespace) -> list[Path]:
         table = records.Table(profiling.TABLE, rows, record["gpu"]["name"], record["date"], replayed=False)
     else:
         table = records.load(profiling.RECORD, profiling.TABLE)
-    what = args.step, args.before, "backward" if args.backward else "forward"
+    direction = "backward" if args.backward else "forward"
+    if args.before is not None and not counted(table, args.before, direction):
+        raise ValueError(f"card: before: expected a step whose counters were read, got {args.before!r}")
+    what = args.step, args.before, direction
     name = f"card_{args.step.replace('-', '_')}"
     content, _ = plotting.bundle(profile_card(table, *what), name, alt_text(table, *what))
     args.out.mkdir(parents=True, exist_ok=True)

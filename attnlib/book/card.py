@@ -133,9 +133,14 @@ def alt_text(table: object, step: str, before: str | None = None, direction: str
         name, share = longest_wait(row) if row.get("stalls") else ("", 0.0)
         wait = f"; warps wait for {name} {100 * share:.0f}% of their cycles" if name else ""
         parts.append(f"D = {row['head_dim']}: {busy}{wait}")
-    compared = f", compared with {label_of(before)}" if before else ""
+    compared = f", compared with {label_of(before)}" if counted(table, before, direction) else ""
     what = label_of(step) + WHAT.get(direction, "")
     return f"Profile card of {what}{compared}. The busiest units at {'. '.join(parts)}."
+
+
+def counted(table: object, step: str | None, direction: str = "forward") -> bool:
+    """Whether the table has counters of an implementation."""
+    return bool(_rows(table, step, direction))
 
 
 def _rows(table: object, impl: str | None, direction: str) -> list[dict]:

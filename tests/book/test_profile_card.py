@@ -79,6 +79,7 @@ def test_a_unit_that_was_not_counted_says_so():
     figure = card.profile_card(rows, STEP, BEFORE)  # of which there is no row: nothing to compare
     assert texts(figure).count("not counted") == 3
     assert "before" not in texts(figure) and "05 Two-pass causal" in texts(figure)
+    assert "compared" not in card.alt_text(rows, STEP, BEFORE)
 
 
 def test_a_card_needs_counters():
@@ -143,6 +144,9 @@ def test_a_card_from_the_command_line(record, tmp_path, capsys):
     for name in (f"card_{STEP}.svg", f"card_{STEP}.pdf"):
         assert (tmp_path / "a" / name).stat().st_size > 1000
     assert "replayed from" not in (tmp_path / "b" / f"card_{STEP}.svg").read_text()
+    assert build.main(["card", STEP, "--before", "unknown", "--out", str(tmp_path)]) == 2
+    told = "attnlib.book: card: before: expected a step whose counters were read, got 'unknown'"
+    assert told in capsys.readouterr().err
     assert build.main(["card", "unknown", "--out", str(tmp_path)]) == 2
     assert "got 'unknown'" in capsys.readouterr().err
 
