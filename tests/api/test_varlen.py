@@ -11,6 +11,7 @@ from cases import INTERPRETER_REMARKS
 from families import forward, fresh_launches  # noqa: F401  (a fixture)
 from forward_mutations import NOT_FINITE, WRONG_VALUES, Mutation, use_source  # noqa: F401  (a fixture)
 
+from attnlib import attention_varlen
 from attnlib.bench.oracle import Oracle
 from attnlib.bench.shapes import DTYPES
 from attnlib.kernels import portable
@@ -162,6 +163,21 @@ def test_a_launch_depends_on_the_longest_lengths_and_no_other():
     )
     calls = [signature(CAUSAL._replace(varlen=x), q, k, q, k, v) for x in (hidden, varlen)]
     assert calls[0] == calls[1] and calls[0].lengths == (2, 60, 60)
+
+
+@pytest.mark.parametrize("longest", [2**31 - 1, 2**62])
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_a_longest_length_beyond_all_tokens(impl, longest, device):
+    """It bounds nothing, and nothing is launched for rows that are not there."""
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    q, k, v = (torch.randn(9, 2, 16, device=device, requires_grad=True) for _ in range(3))
+    found, expected = (
+        attention_varlen(q, k, v, offsets, offsets, most, most, causal=True, impl=impl)
+        for most in (longest, 5)
+    )
+    torch.testing.assert_close(found, expected)
+    gradients = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (found, expected))
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("side", ["q", "k"])

@@ -96,7 +96,7 @@ def signature(params: Params, q: torch.Tensor, k: torch.Tensor, *strided: torch.
     window, sm_scale, varlen, return_lse, _, _, config, _, mask, score, into, spare = params
     lengths = None
     if varlen is not None:
-        lengths = Lengths(varlen.cu_seqlens_q.shape[0] - 1, varlen.max_seqlen_q, varlen.max_seqlen_k)
+        lengths = Lengths(varlen.cu_seqlens_q.shape[0] - 1, *varlen.longest(q, k))
     strides = tuple([x.stride() for x in strided])
     own = strided[-1].shape[-1] if strided else q.shape[-1]
     return Signature(
