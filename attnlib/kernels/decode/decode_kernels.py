@@ -33,8 +33,11 @@ from attnlib.kernels.decode.keys import ask_for_first_tile, halves, in_float16, 
 from attnlib.kernels.decode.line import parts_of, sequence_at, share_of, span, tiles_before, tiles_of
 
 SMALLEST = tl.constexpr(2.0**-126)  # positive normal number
-HEADROOM = tl.constexpr(15)
+HEADROOM = tl.constexpr(15.0)
 """Weights of keys in FP8 are at most 2^15, not 1: they become float16, whose smallest number is 2^-24."""
+EXACT = tl.constexpr(2.0**23)
+"""Scores from which on they are at most 1 again: float32 rounds what HEADROOM leaves of these, and float16
+has no 2^16."""
 
 
 # ---------------------------------------------------------------- results
@@ -238,7 +241,7 @@ def _attend(
         b_s = tl.where(seen, b_s, float("-inf"))
         m_tile = tl.max(b_s, 1) * qk_scale  # [BLOCK_M]
         if FP8:
-            m_tile -= HEADROOM
+            m_tile -= tl.where(tl.abs(m_tile) < EXACT, HEADROOM, 0.0)
         m_new = tl.maximum(b_m, m_tile)  # [BLOCK_M]
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         b_p = tl.math.exp2(b_s * (qk_scale[:, None] if FP8 else qk_scale) - m_ref[:, None])

@@ -192,6 +192,17 @@ def test_small_weights_of_many_keys_in_fp8_are_kept(split, device):
     torch.testing.assert_close(out.float(), torch.full_like(out, 4095 * 2.0**-26).float(), rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("sm_scale", [2e5, 6e5, -3e6])
+@pytest.mark.parametrize("split", ["none", "stream_k"])
+def test_scores_from_which_float32_takes_no_15(split, sm_scale, device):
+    """What is left of the maximum is rounded there, and a weight must not become 2^16: float16 has none."""
+    q, k, v = (torch.randn(4, heads, S, 64, device=device) for heads, S in ((2, 1), (2, 300), (2, 300)))
+    q, (k, v) = q.bfloat16(), (x.to(torch.float8_e4m3fn) for x in (k, v))
+    out = attention_decode(q, k, v, sm_scale=sm_scale, split=split)
+    expected, _ = attention_fp64(q.double(), k.double(), v.double(), sm_scale=sm_scale)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("what", ["at an odd byte", "with odd strides", "of columns apart"])
 def test_caches_in_fp8_whose_columns_are_no_pairs(what, device):
     """They are read number by number: two neighbors are no element of 16 bits."""
