@@ -24,7 +24,10 @@ from attnlib.params import Implementation, MaskWindow, Params, mask_window
 
 __all__ = ["attention", "positions", "shard", "unshard"]
 Method = Literal["ring", "all_gather", "ulysses", "auto"]
-
+ROWS_PER_SHIFT = 6000
+"""With "auto", rows of a rank from which its own attention takes longer than the keys and values of one
+more rank take to come, if all heads have their own: 4 * H * S^2 * D / 2 causal FLOPs at 700 TFLOP/s against
+4 * H * S * D bytes at 250 GB/s, as H200s and NVLink have them."""
 
 
 class Way(NamedTuple):
@@ -32,12 +35,6 @@ class Way(NamedTuple):
 
     method: Method = "auto"
     in_order: bool | None = None
-
-
-ROWS_PER_SHIFT = 6000
-"""With "auto", rows of a rank from which its own attention takes longer than the keys and values of one
-more rank take to come, if all heads have their own: 4 * H * S^2 * D / 2 causal FLOPs at 700 TFLOP/s against
-4 * H * S * D bytes at 250 GB/s, as H200s and NVLink have them."""
 
 
 @torch.compiler.disable
@@ -103,7 +100,8 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument does not fit, here; or options or shapes differ between ranks, on
-            all of them. With heads shared out, q, k and v have to require gradients alike on all ranks.
+            all of them. With heads shared out, or `in_order`, q, k and v have to require gradients alike on
+            all ranks.
         RuntimeError: another rank had an error, died, or did not come within `timeout`; torch.distributed is
             not initialized; or a second derivative was asked for. On GPUs, a rank that dies while keys are on
             their way ends the others by NCCL's watchdog after `timeout`.

@@ -3,8 +3,11 @@ back."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from attnlib.autograd import Computed
 from attnlib.distributed.layout import Parts, local_rows
 from attnlib.distributed.links import Links
 from attnlib.distributed.rotation import packed, unpacked
@@ -22,7 +25,8 @@ class Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         ctx.links.agree({"step": ctx.step})
-        return _moved(gradient, ctx.links, ctx.after, ctx.before), None, None, None, None
+        back = partial(_moved, links=ctx.links, before=ctx.after, after=ctx.before)
+        return Computed.within_backward(back, gradient), None, None, None, None
 
 
 def _moved(x: torch.Tensor, links: Links, before: tuple[Parts, ...], after: tuple[Parts, ...]):

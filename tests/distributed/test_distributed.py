@@ -16,6 +16,9 @@ from attnlib import distributed as cp
 from attnlib.arguments.exact import Options
 from attnlib.bench.paths import ROOT
 from attnlib.distributed import api
+from attnlib.distributed.layout import parts_of, pieces_of
+from attnlib.distributed.order import Moved
+from attnlib.params import MaskWindow
 
 MASKS = [(True, None), (False, None), (False, (5, 3)), (True, (20, -1)), (False, (40, -1)), (False, (-1, 7))]
 CASES = [
@@ -218,6 +221,18 @@ def test_a_second_derivative(two, method):
         assert found.startswith("RuntimeError: attnlib.attention has no second derivative"), found
 
 
+def test_a_second_derivative_where_all_rows_have_moved():
+    """Of four ranks in order the second has none of the rows that a causal mask gives it."""
+    sent = SimpleNamespace(wait=lambda: None)
+    links = SimpleNamespace(rank=1, ranks=4, agree=lambda _: None, start=lambda *_: sent)
+    before, after = pieces_of(4, 4), tuple(parts_of(rank, 4, 4, MaskWindow(None, 0)) for rank in range(4))
+    x = torch.randn(1, 2, 4, 8, requires_grad=True)
+    out = Moved.apply(x, links, before, after, "gradient of q")
+    (gradient,) = torch.autograd.grad((out * x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="^attnlib.attention has no second derivative"):
+        gradient.sum().backward()
+
+
 MISTAKES = {
     "a list": "TypeError: x: expected a torch.Tensor of this rank, got list",
     "time": "TypeError: timeout: expected a number of seconds, got str",
@@ -236,7 +251,7 @@ def test_a_mistake_of_one_rank_reaches_the_other(two, what):
     assert heard == f"RuntimeError: attention: rank 1 of the group can't take part: {own}"
 
 
-@pytest.mark.parametrize("kind", ["ulysses", "varlen"])
+@pytest.mark.parametrize("kind", ["ulysses", "varlen", "in order"])
 def test_gradients_of_different_inputs(two, kind):
     first, second = two.run(jobs.of_different_inputs, kind)
     assert first == second and first.startswith("ValueError: step: expected the same on all ranks"), first
@@ -247,7 +262,7 @@ def test_a_conjugated_part(two):
         assert found == [1 - 2j] * 4
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("method", ["ring", "ulysses", "in order"])
 def test_gradients_of_another_call(two, method):
     first, second = two.run(jobs.crossed, method)
     assert first == second and first.startswith("ValueError: step: expected the same on all ranks"), first
