@@ -105,6 +105,11 @@ def test_rows_in_order(two, method, window, spread):
     assert max(two.run(jobs.rows_in_order, method, window, spread)) <= EXACT
 
 
+def test_odd_rows_in_order(two):
+    """Where nothing has two halves."""
+    assert max(two.run(jobs.rows_in_order, "ulysses", None, False, 66)) <= EXACT
+
+
 def test_an_order_that_ranks_or_meshes_do_not_share(two):
     for found in two.run(jobs.order_said_wrong):
         ranks, mesh, kind, unsaid, no_mask = found

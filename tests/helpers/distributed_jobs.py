@@ -295,12 +295,12 @@ def dtensors() -> float:
     return max((x - y).abs().max().item() for x, y in pairs)
 
 
-def rows_in_order(method: str, window: tuple[int, int] | None, spread: bool) -> float:
+def rows_in_order(method: str, window: tuple[int, int] | None, spread: bool, rows: int = 64) -> float:
     """Rows in order, of plain tensors or of DTensors as distribute_tensor makes them: the largest difference
     of output, LSE and gradients from one process."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    case = Case(True, window, method)
+    case = Case(True, window, method, rows=rows)
     *whole, d_out = inputs(case)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
