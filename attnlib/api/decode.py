@@ -99,7 +99,7 @@ def attention_decode(
             are undefined behavior on a GPU; those of CPU tensors are checked.
         k_scale: of keys in float8_e4m3fn: a key is its elements times this, float32 on the device of `q`; one
             number, shape (), or one for each sequence and head, (B, Hkv), with `page_table` for each page and
-            head, (pages, Hkv), which is slow. One for each head alone is a view, such as
+            head, (pages, Hkv), which is slower. One for each head alone is a view, such as
             `scale.expand(B, Hkv)`. None for 1.
         v_scale: the same of values.
         causal: query i of sequence b attends to keys 0 .. i + lengths[b] - Sq: the last query stands at the

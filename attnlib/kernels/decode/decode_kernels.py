@@ -184,9 +184,10 @@ def _attend(
     """(output before its division by l, m, l) of `count` tiles from `first` on.
 
     Keys `begin` .. `end` - 1 are read, which some row sees; a row sees those from its first_key (None for no
-    bound) to its last_key [BLOCK_M]. `table`: the pages of this sequence; None where its keys lie in one
-    piece. k_scale, v_scale: what keys and values are multiplied with, one number, or one for each page, which
-    are k_scale_page and v_scale_page elements apart; None for 1.
+    bound) to its last_key [BLOCK_M]. qk_scale: one number, with FP8 one for each row. `table`: the pages of
+    this sequence; None where its keys lie in one piece. k_scale, v_scale: what keys and values are multiplied
+    with, one number, or one for each page, which are k_scale_page and v_scale_page elements apart; None for
+    1.
     """
     o_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     NUMBERS: tl.constexpr = 2 if PAIRS else 1  # of an element that is loaded
