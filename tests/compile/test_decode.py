@@ -37,10 +37,11 @@ HALF = with_more(
 # The same with caches in FP8: "paged scales" has a scale for each page.
 FP8 = [(128, "float16", 4, "ragged", "stream_k"), (256, "bfloat16", 4, "paged scales", "stream_k")]
 FP8 += [(64, "bfloat16", 64, "paged scales", "stream_k")]
+FP8 += [(96, "bfloat16", 4, "ragged", "stream_k")]  # padded to 128
 FP8 = with_more(
     FP8,
     [
-        *product((64, 256), ("float16",), (4,), ("ragged",), ("stream_k",)),
+        *product((64, 192, 256), ("float16",), (4,), ("ragged",), ("stream_k",)),
         *product((128,), ("float16",), (4,), ("full", "paged"), ("stream_k",)),
         (128, "float16", 4, "ragged", "none"),
         (256, "bfloat16", 32, "ragged", "stream_k"),
