@@ -55,6 +55,8 @@ FP8 += [(64, "float16", 4, "paged", "stream_k", "fp8", "no LSE")]
 FP8 += more(
     (d, "float16", 4, cache, "stream_k", "fp8", "no LSE") for d, cache in ((128, "ragged"), (256, "paged"))
 )
+# A head dimension that is no multiple of 16.
+EIGHT = (72, "bfloat16", 4, "ragged", "stream_k", "fp8")
 FULL = [(256, "float32", 4, "ragged", "stream_k")]
 FULL += more((d, "float32", 4, "ragged", "stream_k") for d in (64, 128))
 
@@ -90,7 +92,7 @@ def name(case: tuple) -> str:
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple, list[Stats]]:
     """All at once: the compiler's start-up costs more than a kernel."""
-    found = {case: jobs(*case) for case in HALF + FULL + FP8}
+    found = {case: jobs(*case) for case in [*HALF, *FULL, *FP8, EIGHT]}
     stats = iter(inspect_sm90.compile_all([job for of_case in found.values() for job in of_case]))
     return {case: [next(stats) for _ in of_case] for case, of_case in found.items()}
 
@@ -149,6 +151,13 @@ def test_fp8_caches(compiled: dict[tuple, list[Stats]], case: tuple) -> None:
     config = configs.decode_config(asked, split)
     expected = 1 if split == "none" else configs.residency(config.block_m, asked).programs
     assert main.ctas_per_sm >= expected, "fewer programs share an SM than are launched for it"
+
+
+def test_fp8_in_rows_of_odd_multiples_of_8_bytes(compiled: dict[tuple, list[Stats]]) -> None:
+    """They are copied by 8 bytes, and asynchronously, too."""
+    main = compiled[EIGHT][0]
+    assert sum("LDGSTS" in text and ".64" in text for text in main.listing) >= 16
+    assert not main.loop.get("LDG") and main.spills == 0 and main.warnings == ()
 
 
 @pytest.mark.parametrize("case", FULL, ids=name)

@@ -241,6 +241,8 @@ def prepare(call: Call) -> Plan:
     out_strides = _used(call.q, out)
     unit_q = _unit(16 // item, q_strides, out_strides)
     unit_kv = _unit(16 // (1 if call.fp8 else item), k_strides, v_strides)
+    if call.fp8 and unit_kv == 1:  # a head dimension that is an odd multiple of 8
+        unit_kv = _unit(8, k_strides, v_strides)
     prefetch = config.prefetch and unit_kv > 1 and not device.interpreted()
     rows = slots * config.block_m
     outputs = {"out_ptr": Part("out"), "lse_ptr": Part("lse")}
@@ -347,8 +349,8 @@ def _reach(call: Call, strides: Strides) -> int:
 
 
 def _unit(unit: int, *tensors: Strides) -> int:
-    """`unit` elements, 16 bytes, where all these tensors have contiguous rows that begin at multiples of it,
-    or else 1. The kernel multiplies strides with it, so that the compiler knows the rows for aligned."""
+    """`unit` elements, 16 bytes or 8, where all these tensors have contiguous rows that begin at multiples of
+    it, or else 1. The kernel multiplies strides with it, so that the compiler knows the rows for aligned."""
     whole = all(strides[-1] == 1 and not any(stride % unit for stride in strides[:-1]) for strides in tensors)
     return unit if whole else 1
 
