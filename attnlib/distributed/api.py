@@ -157,7 +157,7 @@ def _between_ranks(q, k, v, params: Params, links: Links, way: Way):
         )
         out, lse = _Attention.apply(q, k, v, job)
         out, lse = (
-            Moved.apply(x, links, parts, pieces, f"backward to call {job.number}")
+            Moved.apply(x, links, parts, pieces, f"gradient of the output of call {job.number}")
             for x in (out, lse[..., None])
         )
         return out, lse[..., 0]
