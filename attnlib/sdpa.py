@@ -1,5 +1,5 @@
 """attnlib as the FlashAttention of PyTorch: what `scaled_dot_product_attention` runs by its flash backend,
-and what `torch.distributed.tensor.experimental.context_parallel` calls in each round of its ring.
+and what `torch.distributed.tensor.experimental.context_parallel` calls in each round of its ring::
 
     import attnlib.sdpa
     attnlib.sdpa.register()
