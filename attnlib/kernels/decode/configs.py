@@ -138,10 +138,11 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
     block_m = min(MOST_ROWS // 2 if work.crowded else MOST_ROWS, max(16, 1 << (work.rows - 1).bit_length()))
     row_bytes = work.row_bytes
     query_bytes = block_m * block_d(work.head_dim) * ITEMSIZE[work.dtype]
-    num_warps = 8 if query_bytes > LARGE_TILE else 4
-    block_n = min(MOST_KEYS, max(FEWEST_KEYS, TILE_BYTES // row_bytes))
     if work.fp8:
         block_n, num_warps, _ = fp8_tile(block_m, work)
+    else:
+        block_n = min(MOST_KEYS, max(FEWEST_KEYS, TILE_BYTES // row_bytes))
+        num_warps = 8 if query_bytes > LARGE_TILE else 4
     stages, programs_per_sm = residency(block_m, work)
     tiles = max(1, -(-work.keys // block_n))
     pairs = work.pairs * -(-work.rows // block_m)
