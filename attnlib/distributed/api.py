@@ -209,11 +209,9 @@ def _agree(
     error: Exception | None = None,
 ) -> None:  # fmt: skip
     """Check the arguments here, if nothing is wrong yet, and compare them with those of the other ranks."""
-    stated = {}
     q, k, v = tensors
-    try:
-        if error is not None:
-            raise error
+
+    def stated() -> dict:
         shares = 1 if inner is None else inner.ranks
         divisor = rows_divisor(outer.ranks, shares, _window_of(options.causal, options.window))
         if way.in_order and way.method == "ulysses":  # which needs no rows of both halves
@@ -223,7 +221,7 @@ def _agree(
         arguments.check_method(way.method, q.shape[1], k.shape[1], outer.ranks * shares)
         arguments.check_in_order(way.in_order, shares)
         each = way.method == "ulysses" or inner is not None or bool(way.in_order)
-        stated = {
+        return {
             "q": f"shape {tuple(q.shape)} of {str(q.dtype).removeprefix('torch.')}",
             "k": f"shape {tuple(k.shape)}",
             **options._asdict(),
@@ -232,8 +230,7 @@ def _agree(
             "requires_grad": differentiated((q, k, v), each),
             "step": "forward",
         }
-    except Exception as found:  # whatever it is, the other ranks wait
-        error = found
+
     agree_on_all(filter(None, (inner, outer)), stated, error)
 
 
@@ -263,7 +260,7 @@ def _dtensors(q: DTensor, k: DTensor, v: DTensor, group: Group, options: dict):
     except (TypeError, ValueError) as error:  # the other ranks wait
         first = next(x for x in (q, k, v) if isinstance(x, DTensor))
         outer, inner, _ = _linked(first.to_local(), first.device_mesh, options["timeout"])
-        agree_on_all(filter(None, (inner, outer)), {}, error)
+        agree_on_all(filter(None, (inner, outer)), dict, error)
     found = attention(*(x.to_local() for x in (q, k, v)), group=q.device_mesh, **options)
     if not options["return_lse"]:
         return DTensor.from_local(found, q.device_mesh, q.placements)
@@ -324,20 +321,19 @@ def unshard(
     ValueError if shapes or masks differ between ranks, on all of them."""
     outer, inner, error = _linked(x, group, timeout)
     groups = [links for links in (inner, outer) if links is not None]
-    stated = {}
-    try:
-        if error is not None:
-            raise error
+    asked = rows = None
+
+    def stated() -> dict:
+        nonlocal asked, rows
         arguments.check_mask(causal, window)
         asked = mask_window(causal, window)
         arguments.check_whole(x, dim, ranks_of(group).rows_divisor(asked), "")
         rows = x.movedim(dim, 0).contiguous().resolve_conj().resolve_neg()
-        stated = {
+        return {
             "x": f"shape {tuple(x.shape)} of {x.dtype}", "dim": dim, "causal": causal, "window": window,
             "step": "unshard",
         }  # fmt: skip
-    except Exception as found:  # whatever it is, the other ranks wait
-        error = found
+
     agree_on_all(groups, stated, error)
     for links in groups:
         each = torch.empty(links.ranks, *rows.shape, dtype=rows.dtype, device=rows.device)

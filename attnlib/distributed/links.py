@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from datetime import timedelta
 from hashlib import sha256
@@ -157,9 +157,18 @@ class Links:
         raise RuntimeError(self._broken[-1]) from error
 
 
-def agree_on_all(every: Iterable[Links], options: Mapping[str, Any], error: Exception | None = None) -> None:
-    """The same in several groups of ranks, of which each rank is in one of each kind: what one rank has
-    against the call, or two have against each other, reaches all."""
+def agree_on_all(
+    every: Iterable[Links], stated: Callable[[], Mapping[str, Any]], error: Exception | None = None
+) -> None:
+    """`agree` in one group of ranks, or in several, of which each rank is in one of each kind: what one rank
+    has against the call, or two have against each other, reaches all. stated: checks the arguments and says
+    what ranks compare; not called where `error` was found before."""
+    options = {}
+    if error is None:
+        try:
+            options = stated()
+        except Exception as found:  # whatever it is, the other ranks wait
+            error = found
     for links in every:
         try:
             links.agree(options, error)

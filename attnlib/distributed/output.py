@@ -15,7 +15,7 @@ from attnlib.arguments import distributed as arguments
 from attnlib.arguments.exact import Options
 from attnlib.autograd import Computed
 from attnlib.distributed.groups import Group, device_of, ranks_of
-from attnlib.distributed.links import Links, links_of
+from attnlib.distributed.links import Links, agree_on_all, links_of
 from attnlib.distributed.pieces import as_slice
 from attnlib.params import Implementation, MaskWindow, Params, mask_window
 
@@ -178,13 +178,11 @@ def _gradients(ctx, d_y: torch.Tensor, *saved: torch.Tensor) -> tuple[torch.Tens
 def _agree(tensors: tuple, options: Options, chunks, links: Links, error: Exception | None) -> None:
     """Check the arguments here, if nothing is wrong yet, and compare them with those of the other ranks."""
     q, k, v, weight = tensors
-    stated = {}
-    try:
-        if error is not None:
-            raise error
+
+    def stated() -> dict:
         arguments.check_row_parallel(q, k, v, weight, options)
         arguments.check_chunks(chunks, q.shape[2])
-        stated = {
+        return {
             "q": f"batch {q.shape[0]}, {q.shape[2]} rows of {str(q.dtype).removeprefix('torch.')}",
             "k": f"{k.shape[2]} rows",
             "weight": f"{len(weight)} outputs",
@@ -192,6 +190,5 @@ def _agree(tensors: tuple, options: Options, chunks, links: Links, error: Except
             "chunks": [len(span) for span in spans_of(chunks, q.shape[2])],
             "step": "row_parallel_output",
         }
-    except Exception as found:  # whatever it is, the other ranks wait
-        error = found
-    links.agree(stated, error)
+
+    agree_on_all((links,), stated, error)

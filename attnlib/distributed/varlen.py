@@ -13,7 +13,7 @@ from attnlib.arguments.offsets import check_offsets_of
 from attnlib.distributed.groups import Group, device_of, ranks_of
 from attnlib.distributed.heads import ToHeads, ToRows, differentiated
 from attnlib.distributed.layout import pieces_of
-from attnlib.distributed.links import Links, links_of
+from attnlib.distributed.links import Links, agree_on_all, links_of
 from attnlib.params import Implementation, Varlen
 
 __all__ = ["attention_varlen"]
@@ -93,13 +93,11 @@ def _agree(
 ) -> None:
     """Check the arguments here, if nothing is wrong yet, and compare them with those of the other ranks."""
     q, k, v = tensors
-    stated = {}
-    try:
-        if error is not None:
-            raise error
+
+    def stated() -> dict:
         arguments.check_distributed_varlen(q, k, v, varlen, options, links.ranks)
         found = check_offsets_of("q", len(q) * links.ranks, *varlen[::2])
-        stated = {
+        return {
             "q": f"shape {tuple(q.shape)} of {str(q.dtype).removeprefix('torch.')}",
             "k": f"shape {tuple(k.shape)}",
             "v": f"shape {tuple(v.shape)}",
@@ -110,6 +108,5 @@ def _agree(
             "requires_grad": differentiated(tensors),
             "step": "attention_varlen",
         }
-    except Exception as found:  # whatever it is, the other ranks wait
-        error = found
-    links.agree(stated, error)
+
+    agree_on_all((links,), stated, error)
