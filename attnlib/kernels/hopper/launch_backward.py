@@ -175,7 +175,8 @@ def make_plan(
     parts |= {"bulk": config.bulk, "masked_stagger": config.masked_stagger, "persistent": persistent}
     if config.columns:
         left, right = config.columns
-        return SplitBackwardPlan(left, *how, **parts, right=right, held=config.held)
+        parts |= {"held_keys": config.held_keys, "held_values": config.held_values}
+        return SplitBackwardPlan(left, *how, **parts, right=right)
     return BackwardPlan(width, *how, **parts)
 
 
