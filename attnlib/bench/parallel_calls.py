@@ -27,6 +27,9 @@ from attnlib.params import MaskWindow, Params
 DTYPE = torch.bfloat16
 ONE, EACH, OURS = "attnlib, one GPU", "attnlib, one GPU, on each", "attnlib"
 APART, ULYSSES = "attnlib, without transfers", "attnlib, ulysses"
+IN_ORDER = "attnlib, rows in order"
+"""Each rank has a piece of the sequence, and the call moves rows to where a causal mask gives all ranks the
+same to do; the other ways find them there."""
 RING, GATHER, HYBRID = "attnlib, ring", "attnlib, all_gather", "attnlib, hybrid"
 """Beside "auto", with more than two GPUs. The hybrid's ranks share out the heads by twos."""
 OF_TORCH, ON_OURS = "torch context_parallel, cuDNN, alltoall", "torch context_parallel, attnlib, alltoall"
@@ -63,7 +66,7 @@ class Case(NamedTuple):
 class Timed(NamedTuple):
     """forward() -> this rank's output; inputs: of which the backward pass gives gradients; leave(): undo what
     making it did; alone: on the first rank only; whole: its rows are those of the whole sequence; group:
-    whose rows they are otherwise."""
+    whose rows they are otherwise, and in_order: whether they are a piece of the sequence."""
 
     forward: Callable[[], torch.Tensor]
     inputs: Sequence[torch.Tensor]
@@ -71,6 +74,7 @@ class Timed(NamedTuple):
     alone: bool = False
     whole: bool = False
     group: Group = None
+    in_order: bool = False
 
 
 def whole(case: Case) -> list[torch.Tensor]:
@@ -83,9 +87,10 @@ def whole(case: Case) -> list[torch.Tensor]:
     ]
 
 
-def own(x: torch.Tensor, case: Case, group: Group = None) -> torch.Tensor:
+def own(x: torch.Tensor, case: Case, group: Group = None, in_order: bool = False) -> torch.Tensor:
     """This rank's rows, in memory as (B, S, H, D)."""
-    return cp.shard(x, causal=case.causal, group=group).transpose(1, 2).contiguous().transpose(1, 2)
+    rows = cp.shard(x, causal=case.causal and not in_order, group=group)
+    return rows.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @functools.cache
@@ -100,10 +105,14 @@ def one_gpu(case: Case, tensors: list[torch.Tensor], alone: bool = True) -> Time
     )
 
 
-def ours(case: Case, tensors: list[torch.Tensor], method: str = "auto", group: Group = None) -> Timed:
-    inputs = [own(x, case, group).requires_grad_() for x in tensors[:3]]
+def ours(
+    case: Case, tensors: list[torch.Tensor], method: str = "auto", group: Group = None, in_order: bool = False
+) -> Timed:
+    inputs = [own(x, case, group, in_order).requires_grad_() for x in tensors[:3]]
     options = {"causal": case.causal, "method": method, "impl": case.impl, "group": group}
-    return Timed(lambda: cp.attention(*inputs, **options), inputs, group=group)
+    return Timed(
+        lambda: cp.attention(*inputs, in_order=in_order, **options), inputs, group=group, in_order=in_order
+    )
 
 
 class NoLinks:
@@ -201,6 +210,7 @@ MAKERS: dict[str, Callable[[Case, list[torch.Tensor]], Timed]] = {
     OURS: ours,
     OURS + CONTROL: ours,
     APART: without_transfers,
+    IN_ORDER: lambda case, tensors: ours(case, tensors, in_order=True),
     ULYSSES: lambda case, tensors: ours(case, tensors, "ulysses"),
     RING: lambda case, tensors: ours(case, tensors, "ring"),
     GATHER: lambda case, tensors: ours(case, tensors, "all_gather"),

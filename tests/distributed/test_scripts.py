@@ -32,13 +32,17 @@ def test_time_distributed(two, tmp_path):
     assert two.run(jobs.run, "time_distributed", arguments, QUICK) == [0, 0]
     found = tables(out)
     assert {row["status"] for row in found["checks"]} == {"ok"}
+    in_order = {(row["call"], row["result"]) for row in found["checks"] if row["method"] == "rows in order"}
+    assert in_order == {("S16 causal", name) for name in ("out", "dq", "dk", "dv")}
     for which in ("forward", "backward"):
         rows = {(row["call"], row["impl"]): row for row in found[which]}
         assert [call for call, impl in rows if impl == "attnlib"][:2] == ["S16 causal", "S16 dense"]
         for name in ("attnlib, one GPU", "attnlib, one GPU, on each", "attnlib", "attnlib (control)",
-                     "attnlib, without transfers", "attnlib, ulysses"):  # fmt: skip
+                     "attnlib, without transfers", "attnlib, rows in order", "attnlib, ulysses"):  # fmt: skip
             row = rows["S16 causal", name]
             assert row["status"] == "ok" and row["rounds"] == 2 and row["speedup"] > 0, row
+        others = {call for call, impl in rows if impl == "attnlib, rows in order"}
+        assert others == {"S16 causal"}, others
         for call in ("S16 dense", "S32 causal"):
             row = rows[call, "attnlib"]
             assert row["status"] == "ok" and row["rms_from_one_gpu"] <= 4e-3, row
@@ -85,7 +89,8 @@ def test_time_distributed_on_four_ranks(tmp_path):
     finally:
         ranks.close()
     found = tables(out)
-    assert {row["method"] for row in found["checks"]} == {"all_gather", "ring", "ulysses", "hybrid"}
+    methods = {"all_gather", "ring", "ulysses", "rows in order", "hybrid"}
+    assert {row["method"] for row in found["checks"]} == methods
     for which in ("forward", "backward"):
         rows = {row["impl"]: row for row in found[which] if row["call"] == "S64 causal"}
         for name in ("attnlib", "attnlib, without transfers", "attnlib, ring", "attnlib, hybrid"):

@@ -25,7 +25,9 @@ result is compared with that of one GPU: `rms_from_one_gpu` in its row.
 
 Two rows say where time goes. "attnlib, one GPU, on each": the whole call on every GPU at the same time; it
 takes longer than on the first GPU alone where another GPU is slower, or all of them are when they are busy.
-"attnlib, without transfers": the same calls of kernels, on keys that are there already.
+"attnlib, without transfers": the same calls of kernels, on keys that are there already. A third, of causal
+calls at the first length, says what order costs: "attnlib, rows in order" has a piece of the sequence on each
+rank, and moves rows to where all have the same to do, and back.
 
 Peers: PyTorch's context_parallel, with cuDNN and with attnlib as its kernels; ring-flash-attn on
 FlashAttention-3 where ATTNLIB_PEERS_EXTRA names a file with `make_ring_flash_attn`. A peer that is missing or
@@ -60,6 +62,7 @@ from attnlib.bench.parallel_calls import (  # noqa: E402
     EACH,
     GATHER,
     HYBRID,
+    IN_ORDER,
     MAKERS,
     OF_TORCH,
     ONE,
@@ -110,15 +113,19 @@ def apart(
     timed: Timed, expected: dict[str, torch.Tensor], d_out: torch.Tensor, case: Case
 ) -> dict[str, float]:
     """How far the results of ranks are from those of one GPU, by name."""
-    found = results(timed, own(d_out, case, timed.group), len(expected) > 1)
-    return {name: ranks.worst_error(x, own(expected[name], case, timed.group)) for name, x in found.items()}
+
+    def there(x: torch.Tensor) -> torch.Tensor:
+        return own(x, case, timed.group, timed.in_order)
+
+    found = results(timed, there(d_out), len(expected) > 1)
+    return {name: ranks.worst_error(x, there(expected[name])) for name, x in found.items()}
 
 
 def checked(case: Case) -> list[dict[str, Any]]:
     """Output and gradients of each method beside those of one GPU."""
     *tensors, d_out = whole(case)
     expected, found = results(one_gpu(case, tensors), d_out, True), []
-    for way in (GATHER, RING, ULYSSES, *[HYBRID] * several_ways()):
+    for way in (GATHER, RING, ULYSSES, *[IN_ORDER] * case.causal, *[HYBRID] * several_ways()):
         for name, off in apart(MAKERS[way](case, tensors), expected, d_out, case).items():
             method = way.removeprefix("attnlib, ")
             row = {"call": case.label, "method": method, "result": name, "rms_from_one_gpu": off}
@@ -212,6 +219,7 @@ def names_for(case: Case, which: str, lengths: Sequence[int], long: bool = False
         return [ONE, EACH, *SEVERAL[1:], OF_TORCH, RING_FA3[case.causal]]
     if case.length == lengths[0]:
         left_out = {RING_FA3[not case.causal], *(() if ways else (RING, GATHER, HYBRID))}
+        left_out |= set() if case.causal else {IN_ORDER}  # the same call as the one without
         return [name for name in MAKERS if name not in left_out]
     if is_long(case, which):
         return list(SEVERAL)
@@ -245,8 +253,9 @@ def timed_rows(
                 rows[name] |= {"status": "not installed" if missing else "refused", "reason": brief(failure)}
                 continue
             try:
-                grad = d_out if made[name].whole else own(d_out, case, made[name].group)
-                call = passes(made[name], grad)[which]
+                timed = made[name]
+                grad = d_out if timed.whole else own(d_out, case, timed.group, timed.in_order)
+                call = passes(timed, grad)[which]
                 calls[name], ms = sampled(call, made[name].alone, longest)
                 longest = longest or ms
             except Exception as failure:
