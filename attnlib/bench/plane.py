@@ -1,7 +1,9 @@
-"""The plane of calls that attnlib and FlashAttention-3 are compared on: head dimension x length x kind.
+"""The plane of calls that attnlib and FlashAttention-3 are compared on: head dimension x length x kind x
+dtype.
 
 `tests/gpu/time_plane.py` measures it, a row of the record for each cell and pass; `book.plane_chart` shows
-them. Calls that are asked for by name (`NAMED`) have a table of their own.
+them. Calls that are asked for by name (`NAMED`) have a table of their own. Those of both tables in which
+FlashAttention-3 took less time are measured a second time, in turn without pauses: table `settled`.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from attnlib.bench.backward import FLOPS
 from attnlib.bench.shapes import Shape
 from attnlib.bench.verdict import Verdict
 
-RECORD, TABLE, NAMED_TABLE = "plane", "cells", "named"
+RECORD, TABLE, NAMED_TABLE, SETTLED_TABLE = "plane", "cells", "named", "settled"
 OURS, PEER = "attnlib", "fa3"
 DIMS = 64, 72, 80, 96, 112, 128, 160, 192, 224, 256
 LENGTHS = 512, 1024, 2048, 4096, 16384
 TOKENS = 16384
 PASSES = "forward", "backward"
+DTYPES = "bfloat16", "float16"
 
 
 class Kind(NamedTuple):
@@ -53,8 +56,6 @@ OTHERS = {
 }
 """Kinds of calls that are tuned, or measured as `NAMED`, beside those of the plane."""
 ALL = KINDS | OTHERS
-FP16 = [(kind, 4096) for kind in ("causal", "dense")]
-"""What is measured in fp16, too: (kind, length)."""
 
 
 class Cell(NamedTuple):
@@ -119,15 +120,14 @@ def cell(kind: str, head_dim: int, length: int, dtype: str = "bfloat16") -> Cell
 
 
 def groups() -> Iterator[list[Cell]]:
-    """All cells, those of one kind and length together, in the order of measuring: a run that is cut off
-    leaves whole columns, first one in the middle, then both ends. A window as wide as the sequence hides
+    """All cells, those of one dtype, kind and length together, in the order of measuring: a run that is cut
+    off leaves whole columns, first one in the middle, then both ends. A window as wide as the sequence hides
     nothing: those cells are those of the causal kind, and not here."""
-    for length in (4096, 16384, 1024, 512, 2048):
-        for kind, one in KINDS.items():
-            if one.window is None or one.window[0] + 1 < length:
-                yield [cell(kind, d, length) for d in DIMS]
-    for kind, length in FP16:
-        yield [cell(kind, d, length, "float16") for d in DIMS]
+    for dtype in DTYPES:
+        for length in (4096, 16384, 1024, 512, 2048):
+            for kind, one in KINDS.items():
+                if one.window is None or one.window[0] + 1 < length:
+                    yield [cell(kind, d, length, dtype) for d in DIMS]
 
 
 def key(row: Mapping[str, Any]) -> tuple[Cell, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import types
+from dataclasses import replace
 
 import pytest
 import time_plane
@@ -48,6 +49,7 @@ def small(gpu, monkeypatch):
     monkeypatch.setattr(plane, "DIMS", (16,))
     monkeypatch.setattr(time_plane, "compile_all", lambda cells: None)
     monkeypatch.setattr(time_plane, "ROUNDS", Setting("small", 2, 0, 0, 1))
+    monkeypatch.setattr(time_plane, "IN_TURN", Setting("small, in turn", 3, 0, 0, 0))
     monkeypatch.setattr(time_plane, "ours", lambda window, *call: plain(*call, window))
     monkeypatch.setattr(peers, "_fa3_forward", lambda: package)
 
@@ -58,7 +60,9 @@ def rows_of(path, table="cells"):
 
 def test_the_cells():
     cells = [cell for group in plane.groups() for cell in group]
-    assert len(set(cells)) == len(cells) == 10 * (5 * 4 + 3 + 2)
+    assert len(set(cells)) == len(cells) == 2 * 10 * (5 * 4 + 3)
+    bf16, fp16 = cells[: len(cells) // 2], cells[len(cells) // 2 :]
+    assert fp16 == [Cell(kind, replace(shape, dtype="float16")) for kind, shape in bf16]
     first = list(plane.groups())[: len(KINDS)]
     assert {(cell.kind, cell.shape.seqlen) for group in first for cell in group} == {
         (kind, 4096) for kind in KINDS
@@ -163,8 +167,58 @@ def test_a_pass_alone_is_measured_again(small, tmp_path, monkeypatch, capsys):
     assert all(after[key] == before[key] for key in before if key[1] == "forward")
 
 
+def test_a_dtype_alone_is_measured(small, tmp_path):
+    path = tmp_path / "plane.json"
+    assert time_plane.main(["--dtypes", "bfloat16", "--passes", "forward", "--out", str(path)]) == 0
+    assert [plane.key(row) for row in rows_of(path)] == [(SMALL[0][0], "forward")]
+    assert time_plane.main(["--dtypes", "float16", "--resume", "--out", str(path)]) == 0
+    assert len(rows_of(path)) == 1 + 2 * 3
+
+
+def test_what_is_behind_is_measured_again_in_turn(small, gpu, tmp_path, monkeypatch, capsys):
+    """The calls of both tables with a ratio below 1.0, each once, in single calls; the tables stay."""
+    monkeypatch.setattr(plane, "NAMED", [SMALL[1][0], Cell("causal", Shape(1, 2, 24, 16))])
+    path = tmp_path / "plane.json"
+    for table in ([], ["--named"]):
+        assert time_plane.main([*table, "--out", str(path)]) == 0
+    record = json.loads(path.read_text())
+    windows = record["method"]
+    for table in ("cells", "named"):
+        for row in record["tables"][table]["rows"]:
+            row["ratio"] = 0.97 if row["pass"] == "backward" and row["kind"] in ("causal", "dense") else 1.0
+    path.write_text(json.dumps(record))
+    before = {table: rows_of(path, table) for table in ("cells", "named")}
+    gpu.timed.clear()
+    capsys.readouterr()
+    assert time_plane.main(["--settled", "--out", str(path)]) == 0
+    calls = [SMALL[0][0], SMALL[1][0], plane.NAMED[1]]
+    rows = rows_of(path, plane.SETTLED_TABLE)
+    assert [plane.key(row) for row in rows] == [(cell, "backward") for cell in calls]
+    assert all(row.keys() == before["cells"][0].keys() and len(row["round_ratios"]) == 3 for row in rows)
+    # Of attnlib, its control and FlashAttention-3: three rounds of one call, after six that tell how long.
+    assert gpu.timed.count(1) == len(calls) * 3 * (3 + 1) and gpu.timed.count(5) == len(calls) * 3
+    record = json.loads(path.read_text())
+    assert {table: rows_of(path, table) for table in before} == before
+    assert record["method"]["setting"] == "small, in turn" and "in turn" in record["method"]["mode"]
+    assert record["tables"]["cells"]["method"] == windows
+    assert time_plane.main(["--settled", "--resume", "--out", str(path)]) == 0
+    assert rows_of(path, plane.SETTLED_TABLE) == rows
+
+
+def test_single_calls_in_turn():
+    """Too short for a second call, whatever the call takes."""
+    one = time_plane.IN_TURN
+    assert (one.rounds, one.window_ms) == (60, 0)
+    assert time_plane.method(one)["rounds"] == 60
+
+
+def test_without_a_record_nothing_is_behind(small, tmp_path):
+    path = tmp_path / "plane.json"
+    assert time_plane.main(["--settled", "--out", str(path)]) == 0 and not path.exists()
+
+
 def test_named_calls_have_a_table_of_their_own(small, tmp_path, monkeypatch, capsys):
-    named = [Cell("window256", Shape(1, 2, 40, 16)), Cell("gqa4", Shape(1, 8, 24, 24, heads_kv=2))]
+    named = [Cell("window256", Shape(1, 2, 40, 16)), Cell("gqa4", Shape(1, 8, 24, 16, heads_kv=2))]
     monkeypatch.setattr(plane, "NAMED", named)
     monkeypatch.setitem(plane.ALL, "window256", plane.ALL["window256"]._replace(window=(5, 0)))
     path = tmp_path / "plane.json"

@@ -1,15 +1,19 @@
-"""Time the plane of calls, head dimension x length x kind, beside FlashAttention-3: forward and backward.
+"""Time the plane of calls, head dimension x length x kind x dtype, beside FlashAttention-3: both passes.
 
-    python tests/gpu/time_plane.py                some 400 s; figures/data/<gpu>/plane.json
+    python tests/gpu/time_plane.py                some 800 s; figures/data/<gpu>/plane.json
     python tests/gpu/time_plane.py --seconds 200  begin no cell after so many, and say what is left out
     python tests/gpu/time_plane.py --resume       leave out the cells that the record has
-    python tests/gpu/time_plane.py --dims 64 96 --passes backward    these cells alone
+    python tests/gpu/time_plane.py --dims 64 96 --dtypes float16 --passes backward    these cells alone
     python tests/gpu/time_plane.py --named        the calls of `plane.NAMED` instead, in table `named`
+    python tests/gpu/time_plane.py --settled      those behind in the record once more, in table `settled`
 
 Table `cells`: a row for each cell of `bench.plane` and pass, with both times, the ratio of each of eight
 shuffled rounds with cold L2, and what attnlib differs by from itself. Table `named`: the same of calls beside
-the plane. ATTNLIB_FA3 names FlashAttention-3's library. First, processes side by side compile. The record is
-written after each length of a kind; cells that were not measured stay in it, and a row says its commit.
+the plane. Table `settled`: calls of both whose ratio is below 1.0, in sixty rounds of one timed call each,
+without pauses. At the power limit the clock differs from one window to the next by more than such calls do;
+here each has the clock that the others leave it. ATTNLIB_FA3 names FlashAttention-3's library. First,
+processes side by side compile. The record is written after each length of a kind; cells that were not
+measured stay in it, and a row says its commit.
 
 Before and after it is timed, either result is judged: the last query head (forward) or the query heads of
 the last key head (gradients) of the last batch entry against fp64, with the budget of the oracle. And each
@@ -51,11 +55,15 @@ from attnlib.bench.setting import Setting  # noqa: E402
 from attnlib.bench.shapes import Shape  # noqa: E402
 
 ROUNDS = Setting("plane, eight short rounds", rounds=8, pause_ms=5, warmup_ms=1, rep_ms=2)
+IN_TURN = Setting("plane, sixty rounds without a pause", rounds=60, pause_ms=0, warmup_ms=0, rep_ms=0)
+"""A round is one call that warms up and a timed one, of each implementation."""
 SHORT_MS = 0.5
 """Of calls shorter than this the host's time is told, too."""
 PROCESSES = 14
 
 Tensor = torch.Tensor
+Call = tuple[Cell, str]
+"""A cell and a pass."""
 
 
 def ours(window: tuple[int, int] | None, q, k, v, causal: bool, sm_scale: float):
@@ -157,12 +165,12 @@ def start(cell: Cell, way: str, shape: Shape) -> tuple[tuple[Tensor, ...], Sampl
     return tensors, (Sample if way == "forward" else GradientSample)(kind, other, *tensors)
 
 
-def measured(cell: Cell, way: str, header: dict[str, Any]) -> dict[str, Any]:
+def measured(cell: Cell, way: str, header: dict[str, Any], setting: Setting) -> dict[str, Any]:
     """The row of the record."""
     kind = ALL[cell.kind]
     rows = harness.collect_runs(
         partial(ForwardPlane if way == "forward" else BackwardPlane, kind), partial(start, cell, way),
-        {OURS: partial(ours, kind.window), PEER: None}, [cell.shape], ROUNDS, OURS,
+        {OURS: partial(ours, kind.window), PEER: None}, [cell.shape], setting, OURS,
     )  # fmt: skip
     table = records.Table.of(plane.TABLE, rows, header, False)
     found = verdict.judge(table, cell.shape, OURS, PEER)
@@ -235,8 +243,8 @@ def compile_all(cells: Iterable[Cell]) -> None:
 # ---------------------------------------------------------------- command
 
 
-def method() -> dict[str, Any]:
-    return harness.method(ROUNDS, OURS) | {
+def method(setting: Setting) -> dict[str, Any]:
+    how = harness.method(setting, OURS) | {
         "gate": "before and after the timing: one head (backward: one key head and its query heads) against "
         "fp64; all heads of attnlib's within twice that budget, in RMS, of FlashAttention-3's",
         "timed": "the forward, and the backward alone",
@@ -246,18 +254,27 @@ def method() -> dict[str, Any]:
         "host_us of short calls is what the host takes to queue one",
         "ratio": "time of FlashAttention-3 over time of attnlib",
     }
+    if setting is IN_TURN:
+        how["mode"] = "in turn: a call that warms up and a timed one of each, without pauses, so that each "
+        how["mode"] += "has the clock that the others leave it"
+    return how
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time the plane of calls beside FlashAttention-3.")
-    parser.add_argument("--seconds", type=float, default=400,
+    parser.add_argument("--seconds", type=float, default=800,
                         help="begin no cell after so many (default: %(default)s)")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="leave out the cells that the record has")
     parser.add_argument("--dims", type=int, nargs="+", choices=plane.DIMS, default=plane.DIMS, metavar="D",
                         help="head dimensions of the plane (default: all)")  # fmt: skip
+    parser.add_argument("--dtypes", nargs="+", choices=plane.DTYPES, default=plane.DTYPES, metavar="DTYPE",
+                        help="bfloat16, float16 (default: both)")  # fmt: skip
     parser.add_argument("--passes", nargs="+", choices=plane.PASSES, default=plane.PASSES, metavar="PASS",
                         help="forward, backward (default: both)")  # fmt: skip
-    parser.add_argument("--named", action="store_true", help="the calls of plane.NAMED instead of the plane")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--named", action="store_true", help="the calls of plane.NAMED instead of the plane")
+    other.add_argument("--settled", action="store_true",
+                       help="instead the calls of the record with a ratio below 1.0, in turn")  # fmt: skip
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/plane.json)")
     return parser.parse_args(argv)
 
@@ -269,6 +286,29 @@ def kept(path: Path, table: str) -> list[dict[str, Any]]:
     return [row for row in records.read(path)["tables"].get(table, {"rows": []})["rows"] if "ratio" in row]
 
 
+def asked(args: argparse.Namespace, path: Path) -> tuple[str, Setting, list[list[Call]]]:
+    """The table that is measured, how, and its calls; after each list of them the record is written."""
+    if args.settled:
+        table, setting = plane.SETTLED_TABLE, IN_TURN
+        rows = [row for name in (plane.TABLE, plane.NAMED_TABLE) for row in kept(path, name)]
+        behind = [plane.key(row) for row in rows if row["ratio"] < 1]
+        groups = [[call] for call in dict.fromkeys(behind)]  # a named call may be one of the plane's
+    else:
+        table, setting = plane.NAMED_TABLE if args.named else plane.TABLE, ROUNDS
+        groups = [
+            [(cell, way) for cell in group for way in plane.PASSES]
+            for group in ([plane.NAMED] if args.named else plane.groups())
+        ]
+    done = {plane.key(row) for row in kept(path, table)} if args.resume else set()
+
+    def chosen(call: Call) -> bool:
+        shape, way = call[0].shape, call[1]
+        selected = shape.head_dim in args.dims and shape.dtype in args.dtypes and way in args.passes
+        return selected and call not in done
+
+    return table, setting, [list(filter(chosen, group)) for group in groups]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args, begin = arguments(argv), time.monotonic()
     if no_hopper():
@@ -276,17 +316,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason := peers.fa3().available():
         print(f"needs FlashAttention-3: {reason}", file=sys.stderr)
         return 2
-    header = records.provenance(method())
+    header = records.provenance()
     path = records.report_path(plane.RECORD, header, args.out)
-    name = plane.NAMED_TABLE if args.named else plane.TABLE
-    groups = [plane.NAMED] if args.named else [
-        [cell for cell in group if cell.shape.head_dim in args.dims] for group in plane.groups()
-    ]  # fmt: skip
+    name, setting, calls = asked(args, path)
+    header["method"] = method(setting)
     found = {plane.key(row): row for row in kept(path, name)}
-    done = set(found) if args.resume else set()
-    calls = [
-        [(cell, way) for cell in group for way in args.passes if (cell, way) not in done] for group in groups
-    ]
     compile_all({cell for group in calls for cell, _ in group})
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
     left_out, wrong = [], []
@@ -296,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 left_out.append(f"{cell.label}, {way}")
                 continue
             try:
-                row = found[cell, way] = measured(cell, way, header)
+                row = found[cell, way] = measured(cell, way, header, setting)
             except RuntimeError as error:  # no memory for the oracle, say
                 left_out.append(f"{cell.label}, {way}: {peers.brief(error)}")
             else:
