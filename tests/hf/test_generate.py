@@ -139,10 +139,15 @@ def test_where_gradients_are_recorded_padding_behind_the_text_is_not_computed(de
     assert layout.cu_seqlens_k.tolist() == [0, 5, 14, 19, 19] and layout.index_q[-1] == 8
 
 
-@pytest.mark.parametrize(("name", "cache"), in_turn(["llama", "gemma3"], [None, "static"]))
+@pytest.mark.parametrize(
+    ("name", "cache"), in_turn(["llama", "qwen2", "sliding window", "gemma", "gemma3"], [None, "static"])
+)
 def test_beam_search(name, cache, device):
-    ours, theirs = generated(name, device, new=4, num_beams=3, cache_implementation=cache)
-    assert torch.equal(ours, theirs)
+    """All beams, not the best one alone: their keys are moved in the cache when one takes another's place."""
+    ours, theirs = generated(
+        name, device, new=4, num_beams=4, num_return_sequences=4, cache_implementation=cache
+    )
+    assert ours.shape == (12, 16) and torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["llama", "sliding window"])
