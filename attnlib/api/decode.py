@@ -85,8 +85,8 @@ def attention_decode(
             D a multiple of 8 up to 256.
         k_cache: (B, Hkv, S, D), in which the keys of the new tokens are already; on the device of `q`, in
             its dtype, or in float8_e4m3fn beside a `q` in float16 or bfloat16. Hkv divides H: query heads
-            h*H/Hkv ... share key head h. With `page_table` (pages, Hkv, page size, D), the page size a power
-            of two from 16 on. A cache in another order is given as a view, such as `cache.transpose(1, 2)`.
+            h*H/Hkv ... share key head h. With `page_table` (pages, Hkv, page size, D), the page size a
+            multiple of 16. A cache in another order is given as a view, such as `cache.transpose(1, 2)`.
         v_cache: like `k_cache`, in the same dtype.
         lengths: (B) int32 on the device of `q`: how many keys each sequence has, the new ones among them,
             from 0 on; None where they fill the cache. Read on the device, where they count as at least 0 and
@@ -96,7 +96,8 @@ def attention_decode(
             values are treated as those of `lengths`.
         page_table: (B, N) int32 on the device of `q`: the pages in which sequence b has its keys, in order;
             those beyond its length may be anything. A page may belong to several sequences. Wrong numbers
-            are undefined behavior on a GPU; those of CPU tensors are checked.
+            are undefined behavior on a GPU; those of CPU tensors are checked. A tile of keys, whose size is a
+            power of two, looks up one page if the page size is a multiple of its own, else one for each key.
         k_scale: of keys in float8_e4m3fn: a key is its elements times this, float32 on the device of `q`; one
             number, shape (), or one for each sequence and head, (B, Hkv), with `page_table` for each page and
             head, (pages, Hkv), which is slower. One for each head alone is a view, such as

@@ -19,7 +19,7 @@ from attnlib.arguments.common import (
 from attnlib.params import DecodeParams
 
 MOST_QUERIES = 16
-SMALLEST_PAGE = 16
+PAGE_UNIT = 16
 SPLITS = "none", "fixed", "stream_k"
 RANK = "4 dimensions (B, H, S, D)"
 FP8 = torch.float8_e4m3fn
@@ -74,8 +74,9 @@ def _check_decode_shapes(q: torch.Size, k: torch.Size, v: torch.Size, paged: boo
     if width != head_dim:
         raise ValueError(f"k_cache: expected head dimension {head_dim} as q has, got {width}")
     check_groups("k_cache", heads, kv_heads)
-    if paged and (size < SMALLEST_PAGE or int(size) & (int(size) - 1)):
-        raise ValueError(f"k_cache: expected pages of 16, 32, 64 ... keys (dimension 2), got {size}")
+    if paged and (size < PAGE_UNIT or size % PAGE_UNIT):
+        expected = f"pages of a multiple of {PAGE_UNIT} keys (dimension 2)"
+        raise ValueError(f"k_cache: expected {expected}, got {size}")
     if v != k:
         raise ValueError(f"v_cache: expected shape {tuple(k)} as k_cache has, got {tuple(v)}")
 

@@ -300,7 +300,7 @@ DECODE = [
     ),
     *(
         (caches(3, 2, size, 16), ValueError,
-         f"k_cache: expected pages of 16, 32, 64 ... keys (dimension 2), got {size}")
+         f"k_cache: expected pages of a multiple of 16 keys (dimension 2), got {size}")
         for size in (0, 8, 24, 100)
     ),
     ({"v_cache": zeros(3, 2, 32, 16)}, ValueError,

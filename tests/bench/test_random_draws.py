@@ -32,23 +32,24 @@ def test_draws_are_the_same_every_time_and_varied():
 @pytest.mark.parametrize("family", ["decode", "decode_fp8"])
 def test_draws_of_decoding_are_valid_and_varied(family):
     draw = random_draws.FAMILIES[family].draw
-    calls = [draw(n) for n in range(3000)]
-    assert calls == [draw(n) for n in range(3000)]
+    calls = [draw(n) for n in range(6000)]
+    assert calls == [draw(n) for n in range(6000)]
     for call in calls:
         starts = call.starts or (0,) * len(call.counts)
         assert all(0 <= s <= n <= call.room for s, n in zip(starts, call.counts, strict=True))
         assert 8 <= call.head_dim <= 256 and call.head_dim % 8 == 0 and call.heads % call.kv_heads == 0
         assert call.page is None or call.lengths is not None or call.room % call.page == 0
-        assert len(call.counts) * call.room * call.kv_heads * call.head_dim < 1.2 * decode_draws.LARGEST
+        # Of many sequences the room behind the longest counts, up to 100 keys and a page.
+        assert len(call.counts) * call.room * call.kv_heads * call.head_dim < 3 * decode_draws.LARGEST
     for name in ("dtype", "split", "kind", "causal", "same_launch", "queries"):
         assert len({getattr(call, name) for call in calls}) > 1
-    assert {call.page for call in calls} == {None, 16, 64}
+    assert {call.page for call in calls} == {None, *decode_draws.PAGES}
     assert any(call.starts for call in calls) and any(call.window for call in calls)
     assert max(sum(call.counts) for call in calls) > 30000
     fp8 = {None} if family == "decode" else {"nothing", "all", "heads", "pairs"}
     assert {call.scales for call in calls} == fp8
     if family == "decode_fp8":
-        assert {(call.page, call.scales) for call in calls} == set(product((None, 16, 64), fp8))
+        assert {(call.page, call.scales) for call in calls} == set(product((None, *decode_draws.PAGES), fp8))
         assert "float32" not in {call.dtype for call in calls}
 
 

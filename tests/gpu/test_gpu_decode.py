@@ -71,7 +71,7 @@ def test_a_ragged_batch_in_fp8(head_dim, dtype, page, device):
 @pytest.mark.parametrize("seed", range(16))
 def test_draws_in_fp8(seed, device):
     draw = random.Random(1000 + seed)
-    kv_heads, page = draw.choice([1, 2, 3, 8]), draw.choice([None, None, 16, 32, 128])
+    kv_heads, page = draw.choice([1, 2, 3, 8]), draw.choice([None, None, 16, 48, 80, 128])
     count = draw.choice([1, 3, 17, 150])
     most = 9000 // count + 1
     lengths = tuple(draw.choice([0, 1, draw.randrange(300), draw.randrange(most)]) for _ in range(count))
@@ -102,7 +102,7 @@ def test_a_number_of_fp8_that_is_none_reaches_the_output(dtype, device):
 @pytest.mark.parametrize("seed", range(16))
 def test_draws(seed, device):
     draw = random.Random(seed)
-    kv_heads, page = draw.choice([1, 2, 3, 8]), draw.choice([None, None, 16, 32, 128])
+    kv_heads, page = draw.choice([1, 2, 3, 8]), draw.choice([None, None, 16, 48, 80, 128])
     count = draw.choice([1, 3, 17, 150])
     most = 9000 // count + 1
     lengths = tuple(draw.choice([0, 1, draw.randrange(300), draw.randrange(most)]) for _ in range(count))

@@ -256,6 +256,17 @@ def _cases() -> list[DecodeCase]:
         add(f"tiles in pages of {page}", (0, 128, 129, 300), page=page, starts=starts, split="stream_k")
         add(f"tiles in pages of {page}, FP8", (0, 128, 129, 300), page=page, starts=starts, scales="pairs",
             split="stream_k")  # fmt: skip
+    # Page sizes that are no powers of two: tiles reach over the ends of pages, or a page has several.
+    for split, page in (("stream_k", 48), ("fixed", 80)):
+        ends = (0, 1, page - 1, page, page + 1, 300)
+        add(f"pages of {page}, {split}", ends, page=page, split=split)
+        add(f"pages of {page}, {split}, FP8", ends, page=page, scales="pairs", split=split)
+    add("pages of 48, starts and a window, stream_k", (0, 100, 97, 400), starts=(0, 17, 47, 333), queries=3,
+        window=(100, 0), page=48, split="stream_k")  # fmt: skip
+    add("full pages of 80, stream_k", None, room=240, batch=2, page=80, split="stream_k")
+    for scales in (None, "pairs"):
+        add(f"tiles in pages of 96{', FP8' * bool(scales)}", (0, 96, 97, 300), page=96, head_dim=256,
+            starts=(0, 17, 96, 250), scales=scales, split="stream_k")  # fmt: skip
     add("tiles in pages, window", (60, 400), queries=3, window=(100, 0), page=128, split="fixed")
     for split in SPLITS:
         add(f"starts, {split}", (0, 50, 60, 400, 300), starts=(0, 3, 60, 333, 0), queries=3, split=split)

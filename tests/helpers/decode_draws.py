@@ -11,6 +11,8 @@ TOGETHER = 16
 seconds, and a call with its reference 10 to 50 ms."""
 LARGEST = 1 << 24
 """Numbers of keys in a call."""
+PAGES = 16, 64, 48, 80
+"""Keys of a page: powers of two, and other multiples of 16, which tiles do not divide."""
 
 
 def draw(number: int, fp8: bool = False) -> DecodeCase:
@@ -22,7 +24,7 @@ def draw(number: int, fp8: bool = False) -> DecodeCase:
     count, kv_heads = form.choice((1, 1, 2, 3, 17, 150)), form.choice((1, 2, 8))
     most = form.choice((300, 3000, 60000)) // count + 1
     most = min(most, LARGEST // (count * kv_heads * head_dim))
-    full, page = form.random() < 0.25, form.choice((None, None, 16, 64))
+    full, page = form.random() < 0.25, form.choice((None, None, *PAGES))
     room = most + form.choice((0, 0, 1, 7, 100))
     if full and page is not None:
         room += -room % page
