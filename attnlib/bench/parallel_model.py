@@ -1,5 +1,5 @@
-"""A model of attention to one sequence over many GPUs: arithmetic of FLOPs, bytes and link rates. Nothing
-here is measured; chapter 42 holds it against two GPUs and draws it up to 1024."""
+"""A model of attention to one sequence over many GPUs: arithmetic of FLOPs, bytes and rates, which are the
+caller's. Nothing here is measured or fitted; chapter 42 holds it against two GPUs and draws it up to 1024."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Cluster:
         near: GB/s between GPUs of a node; 450 is NVLink 4 as published (900 both ways).
         far: GB/s between nodes; 50 is one port of InfiniBand NDR as published (400 Gb/s).
         node: GPUs of a node.
-        memory: GB/s of the GPU's memory, for what is merged; 4800 is an H200's as published.
+        memory: GB/s of the GPU's memory, for what is merged and copied; 4800 is an H200's as published, which
+            no copy exceeds.
         held: the share of its multiprocessors that NCCL holds while it sends, 16 of 132 in the package.
     """
 
@@ -37,16 +38,17 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Call:
-    """A causal call (B = 1) in a two-byte dtype, tokens shared out evenly."""
+    """A call (B = 1) in a two-byte dtype, tokens shared out evenly."""
 
     tokens: int
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    causal: bool = True
 
     @property
     def flops(self) -> float:
-        return 2 * self.heads * self.head_dim * self.tokens**2
+        return (2 if self.causal else 4) * self.heads * self.head_dim * self.tokens**2
 
     def bytes_of(self, rows: float, heads: float) -> float:
         """Of one tensor."""
@@ -79,24 +81,33 @@ def estimate(
     shares = gpus if method == "ulysses" else min(gpus, cluster.node)
     if gpus % shares or call.kv_heads % shares:
         return None
-    changes = 2 * (call.heads + call.kv_heads) if not backward else 4 * (call.heads + call.kv_heads)
-    moved = call.bytes_of(call.tokens / gpus, changes) * (shares - 1) / shares
-    seconds = moved / cluster.link(shares) / 1e9  # nothing hides it
+    held, seconds = _exchanged(call, gpus, shares, cluster)
     if shares == gpus:
-        return Estimate(kernels + seconds, kernels, moved)
+        return Estimate(kernels + seconds, kernels, held)
     rest = _rotated(call, gpus // shares, shares, kernels, cluster, backward, False)
-    return Estimate(rest.seconds + seconds, kernels, rest.bytes + moved)
+    return Estimate(rest.seconds + seconds, kernels, rest.bytes + held)
+
+
+def _exchanged(call: Call, gpus: int, shares: int, cluster: Cluster) -> tuple[float, float]:
+    """(bytes, seconds) of the exchange of rows for heads between `shares` GPUs, and back; nothing hides it.
+    Forward these are q, k, v and the output. Backward they are the gradients of the four: q, k, v and the
+    output are still there as they were exchanged. A tensor is copied once as a whole, before it is sent, into
+    pieces for each GPU, or after it came, out of them; and the piece that stays is copied to its place. A
+    copy reads and writes."""
+    each = call.bytes_of(call.tokens / gpus, 2 * (call.heads + call.kv_heads))
+    sent, copied = each * (shares - 1) / shares, 2 * each * (1 + 1 / shares)
+    return each, (sent / cluster.link(shares) + copied / cluster.memory) / 1e9
 
 
 def _rotated(
     call: Call, ranks: int, shares: int, kernels: float, cluster: Cluster, backward: bool, at_once: bool
 ) -> Estimate:
     """Keys and values of `ranks` go round; each rank is `shares` GPUs, which have a share of the heads each.
-    Every rank sends each other one the keys that it needs, three quarters of its own on average over the
-    ranks of a zig-zag; and takes back gradients of them."""
+    Every rank sends each other one the keys that it needs, all of its own, or three quarters on average over
+    the ranks of a zig-zag; and takes back gradients of them."""
     rows, kv_heads = call.tokens / ranks, call.kv_heads / shares
-    keys = 2 * call.bytes_of(rows, kv_heads)
-    step = 0.75 * keys / cluster.link(ranks * shares) / 1e9 * (2 if backward else 1)
+    keys, seen = 2 * call.bytes_of(rows, kv_heads), 0.75 if call.causal else 1.0
+    step = seen * keys / cluster.link(ranks * shares) / 1e9 * (2 if backward else 1)
     own, other = kernels / ranks, kernels / ranks  # zig-zag: a round is as much as what is one's own
     # Forward, the epilogue reads an existing output and writes it again: 2 bytes a number both ways, or 4 in
     # the float32 of several rounds. Backward, two parts of each gradient are read and their sum is written.
@@ -106,6 +117,6 @@ def _rotated(
     lost = merge + cluster.held * (ranks - 1) * step
     if at_once:  # half of one's own covers the way there, the other half the way back
         seconds = max(own, (ranks - 1) * step) + (ranks - 1) * other
-        return Estimate(seconds + lost, kernels, (ranks - 1) * keys * 0.75)
+        return Estimate(seconds + lost, kernels, (ranks - 1) * keys * seen)
     seconds = max(own, step) + (ranks - 2) * max(other, step) + other
     return Estimate(seconds + lost, kernels, 2 * keys)
