@@ -93,7 +93,8 @@ def attention(
             DTensors under such a mask need a word: True for those of `distribute_tensor`, False for those
             whose local parts `shard` has made.
         timeout: seconds that this rank waits for the others, forward and backward; it may differ between
-            ranks. A mistake in `group` is told on its own rank only.
+            ranks. A mistake in `group` itself is told on its own rank only: a rank without the group of the
+            others can't reach them. They wait for `timeout`, and can't use their group for later calls.
 
     Returns:
         out, (B, H, S / ranks, D); with `return_lse` the pair (out, lse), lse (B, H, S / ranks) float32.
@@ -116,7 +117,7 @@ def attention(
             "deterministic": deterministic, "method": method, "in_order": in_order, "impl": impl,
             "timeout": timeout,
         })  # fmt: skip
-    outer, inner, error = _linked(q, group, timeout)
+    outer, inner, error = _linked(q, group, timeout, "attention")
     q, k, v = autocast(q, k, v)
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
     way = Way(method, in_order)
@@ -134,13 +135,14 @@ def attention(
     return (out, lse.detach()) if return_lse else out
 
 
-def _linked(x, group: Group, timeout) -> tuple[Links, Links | None, Exception | None]:
+def _linked(x, group: Group, timeout, caller: str) -> tuple[Links, Links | None, Exception | None]:
     """(outer, inner, what is wrong with `timeout`)."""
     ranks = ranks_of(group)
     timeout, error = arguments.usable_timeout(timeout)
     device = device_of(x, ranks.outer)
-    outer = links_of(ranks.outer, device, timeout)
-    return outer, None if ranks.inner is None else links_of(ranks.inner, device, timeout), error
+    outer = links_of(ranks.outer, device, timeout, caller)
+    inner = None if ranks.inner is None else links_of(ranks.inner, device, timeout, caller)
+    return outer, inner, error
 
 
 def _between_ranks(q, k, v, params: Params, links: Links, way: Way):
@@ -259,7 +261,7 @@ def _dtensors(q: DTensor, k: DTensor, v: DTensor, group: Group, options: dict):
             )
     except (TypeError, ValueError) as error:  # the other ranks wait
         first = next(x for x in (q, k, v) if isinstance(x, DTensor))
-        outer, inner, _ = _linked(first.to_local(), first.device_mesh, options["timeout"])
+        outer, inner, _ = _linked(first.to_local(), first.device_mesh, options["timeout"], "attention")
         agree_on_all(filter(None, (inner, outer)), dict, error)
     found = attention(*(x.to_local() for x in (q, k, v)), group=q.device_mesh, **options)
     if not options["return_lse"]:
@@ -318,8 +320,9 @@ def unshard(
     window: tuple[int, int] | None = None, timeout: float = 120.0,
 ) -> torch.Tensor:  # fmt: skip
     """The whole sequence from the ranks' parts, in order, on every rank. No gradient flows through it.
-    ValueError if shapes or masks differ between ranks, on all of them."""
-    outer, inner, error = _linked(x, group, timeout)
+    ValueError if shapes or masks differ between ranks, on all of them; `group`, `timeout` and RuntimeError as
+    in `attention`."""
+    outer, inner, error = _linked(x, group, timeout, "unshard")
     groups = [links for links in (inner, outer) if links is not None]
     asked = rows = None
 

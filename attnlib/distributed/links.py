@@ -47,11 +47,15 @@ class Links:
     """The private groups of one group of ranks: a rank's requests meet no others of the program there, have a
     time limit of their own and, on GPUs, streams of high priority.
 
-    timeout: seconds that this rank waits, which may differ between ranks and, by `within`, between calls.
-    name: one that no other links of these ranks have. calls: their numbers, the same on all ranks."""
+    timeout: seconds that this rank waits, which may differ between ranks and, by `of_call`, between calls.
+    name: one that no other links of these ranks have. caller: the function that was called, for errors.
+    calls: their numbers, the same on all ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float, name: str) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout: float, name: str, caller: str
+    ) -> None:
         self.rank, self.ranks, self.timeout = dist.get_rank(group), dist.get_world_size(group), timeout
+        self.caller = caller
         self._broken: list[str] = []  # why, of all calls
         self.calls = count()
         try:
@@ -67,10 +71,10 @@ class Links:
         except RuntimeError as error:
             self.fail(error)
 
-    def within(self, timeout: float) -> Links:
-        """The same groups for a call with its time limit."""
+    def of_call(self, timeout: float, caller: str) -> Links:
+        """The same groups for a call of a function, with its time limit."""
         links = copy(self)
-        links.timeout = timeout
+        links.timeout, links.caller = timeout, caller
         return links
 
     @property
@@ -97,7 +101,7 @@ class Links:
             RuntimeError: another rank can't take part, died, or did not come in time.
         """
         if self.broken:
-            raise RuntimeError(self.broken)
+            raise RuntimeError(f"{self.caller}: {self.broken}")
         mine = {"error": f"{type(error).__name__}: {error}"} if error else dict(options)
         text = json.dumps({name: _shortened(value) for name, value in mine.items()})
         mine_as_bytes = torch.frombuffer(bytearray(text.encode().ljust(ROOM)), dtype=torch.uint8)
@@ -112,7 +116,9 @@ class Links:
         given = [json.loads(bytes(row.tolist())) for row in every]
         for rank, other in enumerate(given):
             if "error" in other:
-                raise RuntimeError(f"attention: rank {rank} of the group can't take part: {other['error']}")
+                raise RuntimeError(
+                    f"{self.caller}: rank {rank} of the group can't take part: {other['error']}"
+                )
         for rank, other in enumerate(given):
             for name in {**given[0], **other}:
                 first, here = given[0].get(name), other.get(name)
@@ -151,10 +157,10 @@ class Links:
     def fail(self, error: Exception) -> None:
         """A rank is missing: say so, now and at every later call."""
         self._broken.append(
-            f"attention: a rank of the group died, or did not come within {self.timeout:g} s; seen by rank "
+            f"a rank of the group died, or did not come within {self.timeout:g} s; seen by rank "
             f"{self.rank} of {self.ranks}: {error}"
         )
-        raise RuntimeError(self._broken[-1]) from error
+        raise RuntimeError(f"{self.caller}: {self._broken[-1]}") from error
 
 
 def agree_on_all(
@@ -214,11 +220,12 @@ def _numbered(pairs: Sent) -> list[tuple[int, tuple[int, torch.Tensor]]]:
 _links: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def links_of(group: dist.ProcessGroup, device: torch.device, timeout: float) -> Links:
-    """For a call. The groups are made at the first one, which all ranks of the group have to make; without
-    the time limit in the key, which may differ between ranks."""
+def links_of(group: dist.ProcessGroup, device: torch.device, timeout: float, caller: str) -> Links:
+    """For a call of the function `caller`. The groups are made at the first call, which all ranks of the
+    group have to make; without the time limit in the key, which may differ between ranks."""
     of_group = _links.setdefault(group, {})
     key = device.type, CTAS
     if key not in of_group:
-        of_group[key] = Links(group, device, timeout, f"attnlib_{group.group_name}_{len(of_group)}")
-    return of_group[key].within(timeout)
+        name = f"attnlib_{group.group_name}_{len(of_group)}"
+        of_group[key] = Links(group, device, timeout, name, caller)
+    return of_group[key].of_call(timeout, caller)

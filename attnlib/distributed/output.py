@@ -92,7 +92,7 @@ def row_parallel_output(
         raise ValueError("group: expected a mesh of 1 dimension, got 2")
     timeout, error = arguments.usable_timeout(timeout)
     q, k, v, weight = autocast(q, k, v, weight)
-    links = links_of(ranks.outer, device_of(q, ranks.outer), timeout)
+    links = links_of(ranks.outer, device_of(q, ranks.outer), timeout, "row_parallel_output")
     options = Options(causal, window, sm_scale, False, deterministic, impl)
     _agree((q, k, v, weight), options, chunks, links, error)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)

@@ -70,7 +70,7 @@ def attention_varlen(
         raise ValueError("group: expected a mesh of 1 dimension, got 2")
     timeout, error = arguments.usable_timeout(timeout)
     q, k, v = autocast(q, k, v)
-    links = links_of(ranks.outer, device_of(q, ranks.outer), timeout)
+    links = links_of(ranks.outer, device_of(q, ranks.outer), timeout, "attention_varlen")
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
     _agree((q, k, v), Varlen(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), options, links, error)
     pieces = pieces_of(links.ranks, len(q))

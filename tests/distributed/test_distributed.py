@@ -187,7 +187,7 @@ def test_offsets_that_differ(two):
     own = "ValueError: cu_seqlens_q: expected to end at q's number of tokens, 40, got 39"
     first, second = two.run(jobs.bad_varlen, "wrong offsets")
     assert second == own
-    assert first == f"RuntimeError: attention: rank 1 of the group can't take part: {own}"
+    assert first == f"RuntimeError: attention_varlen: rank 1 of the group can't take part: {own}"
 
 
 BAD_SEQUENCE = {
@@ -241,6 +241,7 @@ def test_a_second_derivative_where_all_rows_have_moved():
 MISTAKES = {
     "a list": "TypeError: x: expected a torch.Tensor of this rank, got list",
     "time": "TypeError: timeout: expected a number of seconds, got str",
+    "a weight": "TypeError: weight: expected a torch.Tensor, got NoneType",
     "a replica": "TypeError: q: expected a DTensor with Shard(2) in every dimension of its mesh",
     "offsets": "TypeError: cu_seqlens: expected a torch.Tensor of this rank, got a DTensor; x.to_local() has "
     "its part",
@@ -253,7 +254,9 @@ def test_a_mistake_of_one_rank_reaches_the_other(two, what):
     """And no later call of one meets this call of the other."""
     (heard, after), (own, behind) = two.run(jobs.mistaken, what)
     assert own == MISTAKES[what] and after == behind == "no error"
-    assert heard == f"RuntimeError: attention: rank 1 of the group can't take part: {own}"
+    function = {"a list": "unshard", "a weight": "row_parallel_output", "offsets": "attention_varlen"}
+    called = function.get(what, "attention")
+    assert heard == f"RuntimeError: {called}: rank 1 of the group can't take part: {own}"
 
 
 @pytest.mark.parametrize("kind", ["ulysses", "varlen", "in order"])
@@ -339,6 +342,19 @@ def test_without_a_group():
 
 def test_time_limits_may_differ(two):
     assert two.run(jobs.timeouts_that_differ) == [["no error"] * 4] * 2
+
+
+@pytest.mark.parametrize("what", ["no group", "another group"])
+def test_a_wrong_group_of_one_rank(two, what):
+    """That rank can't reach the others, which wait for their time limit; whatever they call next says so."""
+    (heard, after, seconds), (own, *_) = two.run(jobs.wrong_group, what, 2.0)
+    gone = "a rank of the group died, or did not come within 2 s; seen by rank"
+    assert heard.startswith(f"RuntimeError: attention: {gone} 0 of 2") and 1 < seconds < 12
+    assert after.startswith(f"RuntimeError: unshard: {gone} 0 of 2")
+    if what == "no group":
+        assert own == "TypeError: group: expected a ProcessGroup, a DeviceMesh or None, got int"
+    else:
+        assert own.startswith(f"RuntimeError: attention: {gone} 1 of 2")
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])

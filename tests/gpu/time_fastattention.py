@@ -335,7 +335,7 @@ def layer_inputs(length: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def layer_calls(length: int, own: list[torch.Tensor], short: bool) -> dict[str, Call]:
-    links = links_of(dist.group.WORLD, own[0].device, 120.0)
+    links = links_of(dist.group.WORLD, own[0].device, 120.0, "time_fastattention")
     params = Params(MaskWindow(None, 0), HEAD_DIM**-0.5, return_lse=True, impl=IMPL)
 
     def call(chunks: int | Sequence[int], through: Any = links) -> Call:

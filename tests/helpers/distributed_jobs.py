@@ -256,6 +256,17 @@ def late(which: str, seconds: float, device: str = "cpu") -> tuple[str, float]:
     return told(calls[which]), time.monotonic() - begin
 
 
+def wrong_group(what: str, seconds: float) -> tuple[str, str, float]:
+    """Rank 1 gives no group, or another one of the same ranks: the error of each, what the same group says
+    at a next call, and how long the first took."""
+    x, groups = torch.ones(1, 2, 8, 8), [dist.new_group() for _ in range(2)]
+    mine = {"no group": 7, "another group": groups[1]}[what] if dist.get_rank() == 1 else groups[0]
+    begin = time.monotonic()
+    first = told(lambda: cp.attention(x, x, x, group=mine, impl="reference", timeout=seconds))
+    took = time.monotonic() - begin
+    return first, told(lambda: cp.unshard(x, group=mine, timeout=seconds)), took
+
+
 def died(seconds: float, device: str = "cpu") -> tuple[str, str, float]:
     """Rank 1 dies between the forward and the backward pass: the others' errors, there and at a next call."""
     tensors = [torch.randn(1, 2, 8, 8, device=device, requires_grad=True) for _ in range(3)]
@@ -489,6 +500,8 @@ def mistaken(what: str) -> tuple[str, str]:
         ends = torch.tensor([0, 16], dtype=torch.int32)
         ends = DTensor.from_local(ends, mesh, [Replicate()], run_check=False) if wrong else ends
         call = partial(cp.attention_varlen, *[x[0].transpose(0, 1)] * 3, ends, 16, **options)
+    elif what == "a weight":
+        call = partial(cp.row_parallel_output, x, x, x, None if wrong else torch.ones(4, 16), **options)
     else:
         given = x.to("meta") if wrong and what == "meta" else x
         options["timeout"] = "20" if wrong and what == "time" else 20
