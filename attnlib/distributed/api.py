@@ -14,12 +14,13 @@ from attnlib.api.exact import autocast
 from attnlib.arguments import distributed as arguments
 from attnlib.arguments.exact import Options
 from attnlib.autograd import Computed
-from attnlib.distributed.groups import Group, Ranks, device_of, ranks_of
+from attnlib.distributed.groups import Group, Ranks, ranks_of
 from attnlib.distributed.heads import ToHeads, ToRows, differentiated
 from attnlib.distributed.layout import is_zigzag, parts_of, pieces_of, rows_divisor, take
-from attnlib.distributed.links import Links, agree_on_all, links_of
+from attnlib.distributed.links import Links, agree_on_all, linked
 from attnlib.distributed.order import Moved
 from attnlib.distributed.rotation import Job, backward, forward
+from attnlib.distributed.tensors import check_for_all, check_placed
 from attnlib.params import Implementation, MaskWindow, Params, mask_window
 
 __all__ = ["attention", "positions", "shard", "unshard"]
@@ -117,7 +118,7 @@ def attention(
             "deterministic": deterministic, "method": method, "in_order": in_order, "impl": impl,
             "timeout": timeout,
         })  # fmt: skip
-    outer, inner, error = _linked(q, group, timeout, "attention")
+    outer, inner, error = linked(q, group, timeout, "attention")
     q, k, v = autocast(q, k, v)
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
     way = Way(method, in_order)
@@ -133,16 +134,6 @@ def attention(
         out = ToRows.apply(out, inner, pieces, next(inner.calls))
         lse = ToRows.apply(lse[..., None], inner, pieces)[..., 0]
     return (out, lse.detach()) if return_lse else out
-
-
-def _linked(x, group: Group, timeout, caller: str) -> tuple[Links, Links | None, Exception | None]:
-    """(outer, inner, what is wrong with `timeout`)."""
-    ranks = ranks_of(group)
-    timeout, error = arguments.usable_timeout(timeout)
-    device = device_of(x, ranks.outer)
-    outer = links_of(ranks.outer, device, timeout, caller)
-    inner = None if ranks.inner is None else links_of(ranks.inner, device, timeout, caller)
-    return outer, inner, error
 
 
 def _between_ranks(q, k, v, params: Params, links: Links, way: Way):
@@ -252,33 +243,21 @@ def _decided(method: Method, q, k, ranks: int, window: MaskWindow) -> str:
 
 def _dtensors(q: DTensor, k: DTensor, v: DTensor, group: Group, options: dict):
     """The same of DTensors, sharded in dimension 2."""
-    try:
-        _check_dtensors(q, k, v, group)
+
+    def check() -> None:
+        check_placed({"q": (q, 2), "k": (k, 2), "v": (v, 2)}, group)
         if options["in_order"] is None and is_zigzag(_window_of(options["causal"], options["window"])):
             raise ValueError(
                 "in_order: expected True or False with DTensors under a causal mask, True where rows lie in "
                 "order, as distribute_tensor leaves them, False where shard made the local parts; got None"
             )
-    except (TypeError, ValueError) as error:  # the other ranks wait
-        first = next(x for x in (q, k, v) if isinstance(x, DTensor))
-        outer, inner, _ = _linked(first.to_local(), first.device_mesh, options["timeout"], "attention")
-        agree_on_all(filter(None, (inner, outer)), dict, error)
+
+    first = next(x for x in (q, k, v) if isinstance(x, DTensor))
+    check_for_all(check, first, options["timeout"], "attention")
     found = attention(*(x.to_local() for x in (q, k, v)), group=q.device_mesh, **options)
     if not options["return_lse"]:
         return DTensor.from_local(found, q.device_mesh, q.placements)
     return tuple(DTensor.from_local(x, q.device_mesh, q.placements) for x in found)
-
-
-def _check_dtensors(q: DTensor, k: DTensor, v: DTensor, group: Group) -> None:
-    from torch.distributed.tensor import Shard
-
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, DTensor) or any(place != Shard(2) for place in x.placements):
-            raise TypeError(f"{name}: expected a DTensor with Shard(2) in every dimension of its mesh")
-        if x.device_mesh != q.device_mesh:
-            raise ValueError(f"{name}: expected the mesh of q, {q.device_mesh}, got {x.device_mesh}")
-    if group not in (None, q.device_mesh):
-        raise ValueError(f"group: expected None or the mesh of the DTensors, got {group}")
 
 
 # ---------------------------------------------------------------- a sequence and its parts
@@ -306,8 +285,9 @@ def shard(
     window: tuple[int, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """This rank's part of a tensor that has the whole sequence in dimension `dim`, in the order of
-    `positions`. It depends on the mask and the ranks, and is the same for every `method` of `attention`.
-    ValueError if the length is no multiple of the ranks, of twice the ranks if causal."""
+    `positions`. It depends on the mask and the ranks, and is the same for every `method` of `attention`. No
+    DTensor: `distribute_tensor` makes those, with rows in order. ValueError if the length is no multiple of
+    the ranks, of twice the ranks if causal."""
     arguments.check_mask(causal, window)
     ranks, asked = ranks_of(group), mask_window(causal, window)
     arguments.check_whole(x, dim, ranks.divisor(asked))
@@ -320,9 +300,11 @@ def unshard(
     window: tuple[int, int] | None = None, timeout: float = 120.0,
 ) -> torch.Tensor:  # fmt: skip
     """The whole sequence from the ranks' parts, in order, on every rank. No gradient flows through it.
+    No DTensor: `x.full_tensor()` joins one whose rows lie in order; of one whose parts `shard` made, give
+    `x.to_local()`.
     ValueError if shapes or masks differ between ranks, on all of them; `group`, `timeout` and RuntimeError as
     in `attention`."""
-    outer, inner, error = _linked(x, group, timeout, "unshard")
+    outer, inner, error = linked(x, group, timeout, "unshard")
     groups = [links for links in (inner, outer) if links is not None]
     asked = rows = None
 

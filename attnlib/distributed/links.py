@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from attnlib.arguments.distributed import usable_timeout
+from attnlib.distributed.groups import Group, device_of, ranks_of
+
 CTAS = 16
 """Programs of NCCL's kernels at most: each takes a multiprocessor from attention while it runs."""
 ROOM = 4096
@@ -229,3 +232,13 @@ def links_of(group: dist.ProcessGroup, device: torch.device, timeout: float, cal
         name = f"attnlib_{group.group_name}_{len(of_group)}"
         of_group[key] = Links(group, device, timeout, name, caller)
     return of_group[key].of_call(timeout, caller)
+
+
+def linked(x, group: Group, timeout, caller: str) -> tuple[Links, Links | None, Exception | None]:
+    """(outer, inner, what is wrong with `timeout`) for a call with x."""
+    ranks = ranks_of(group)
+    timeout, error = usable_timeout(timeout)
+    device = device_of(x, ranks.outer)
+    outer = links_of(ranks.outer, device, timeout, caller)
+    inner = None if ranks.inner is None else links_of(ranks.inner, device, timeout, caller)
+    return outer, inner, error

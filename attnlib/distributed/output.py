@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 
 from attnlib import dispatch
 from attnlib.api.exact import autocast
@@ -17,6 +18,7 @@ from attnlib.autograd import Computed
 from attnlib.distributed.groups import Group, device_of, ranks_of
 from attnlib.distributed.links import Links, agree_on_all, links_of
 from attnlib.distributed.pieces import as_slice
+from attnlib.distributed.tensors import local_parts
 from attnlib.params import Implementation, MaskWindow, Params, mask_window
 
 __all__ = ["row_parallel_output"]
@@ -63,11 +65,12 @@ def row_parallel_output(
     Under `torch.compile` a graph breaks at it, so `fullgraph=True` is an error of PyTorch's.
 
     Args:
-        q: (B, H, S, D), this rank's heads, no DTensor. No copy is made for the projection where memory has
-            the order (B, S, H, D).
+        q: (B, H, S, D), this rank's heads. No copy is made for the projection where memory has the order
+            (B, S, H, D).
         k, v: (B, Hkv, Sk, D), Sk at least S: the last query stands at the last key.
         weight: (outputs, H * D), this rank's columns of the weight of an `nn.Linear`. A bias is the caller's
-            to add, to the result.
+            to add, to the result. It may be a DTensor with Shard(1), as RowwiseParallel makes one; so may all
+            of q, k and v, whose Shard(1) are heads. DTensors bring their mesh along.
         group: a process group, a DeviceMesh of one dimension, or None for all ranks.
         chunks: how many, of rows that differ by at most one; or the rows of each, in order; None for 4, or
             fewer of at least 1024 rows.
@@ -75,8 +78,8 @@ def row_parallel_output(
         timeout: seconds that this rank waits for the others, as in `attention`.
 
     Returns:
-        (B, S, outputs), the same on all ranks; in memory (S, B, outputs). Each rank's part is rounded to the
-        dtype of `q` before it is added.
+        (B, S, outputs), the same on all ranks, a DTensor that says so if q is one; in memory (S, B, outputs).
+        Each rank's part is rounded to the dtype of `q` before it is added.
 
     Raises:
         TypeError, ValueError: an argument does not fit, here; or options or shapes differ between ranks, on
@@ -87,17 +90,24 @@ def row_parallel_output(
     Example, under torchrun:
         >>> y = row_parallel_output(q, k, v, projection.weight, causal=True)
     """
-    ranks = ranks_of(group)
+    name = "row_parallel_output"
+    heads = local_parts({"q": (q, 1), "k": (k, 1), "v": (v, 1)}, group, timeout, name)
+    same_mesh = heads.mesh is not None and isinstance(weight, DTensor)
+    beside = {"q": (q, 1)} if same_mesh else {}
+    columns = local_parts({**beside, "weight": (weight, 1)}, heads.group, timeout, name)
+    (q, k, v), weight = heads.tensors, columns.tensors[-1]
+    ranks = ranks_of(columns.group)
     if ranks.inner is not None:
         raise ValueError("group: expected a mesh of 1 dimension, got 2")
     timeout, error = arguments.usable_timeout(timeout)
     q, k, v, weight = autocast(q, k, v, weight)
-    links = links_of(ranks.outer, device_of(q, ranks.outer), timeout, "row_parallel_output")
+    links = links_of(ranks.outer, device_of(q, ranks.outer), timeout, name)
     options = Options(causal, window, sm_scale, False, deterministic, impl)
     _agree((q, k, v, weight), options, chunks, links, error)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     params = Params(mask_window(causal, window), scale, None, True, deterministic, impl)
-    return _Output.apply(q, k, v, weight, Layer(links, params, spans_of(chunks, q.shape[2]))).transpose(0, 1)
+    y = _Output.apply(q, k, v, weight, Layer(links, params, spans_of(chunks, q.shape[2])))
+    return heads.joined(y.transpose(0, 1), Replicate())
 
 
 def spans_of(chunks: int | Sequence[int] | None, rows: int) -> tuple[range, ...]:

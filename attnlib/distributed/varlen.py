@@ -4,6 +4,7 @@ does."""
 from __future__ import annotations
 
 import torch
+from torch.distributed.tensor import Shard
 
 from attnlib import api as single
 from attnlib.api.exact import autocast
@@ -14,6 +15,7 @@ from attnlib.distributed.groups import Group, device_of, ranks_of
 from attnlib.distributed.heads import ToHeads, ToRows, differentiated
 from attnlib.distributed.layout import pieces_of
 from attnlib.distributed.links import Links, agree_on_all, links_of
+from attnlib.distributed.tensors import local_parts
 from attnlib.params import Implementation, Varlen
 
 __all__ = ["attention_varlen"]
@@ -45,8 +47,9 @@ def attention_varlen(
     is an error of PyTorch's.
 
     Args:
-        q: (T / ranks, H, D), this rank's piece of the tokens, as `shard(x, dim=0)` takes it; no DTensor.
-        k, v: (T / ranks, Hkv, D). H and Hkv have to be multiples of the ranks.
+        q: (T / ranks, H, D), this rank's piece of the tokens, as `shard(x, dim=0)` takes it.
+        k, v: (T / ranks, Hkv, D). H and Hkv have to be multiples of the ranks. All three may be DTensors with
+            Shard(0), which bring their mesh along, and so are then the results.
         cu_seqlens: (B + 1) int32, on the device of q, the same on all ranks, which is checked: 0, then the
             running sum of the lengths of all sequences, up to T.
         max_seqlen: the length of the longest sequence, or more.
@@ -65,7 +68,9 @@ def attention_varlen(
         >>> q, k, v = (shard(x, dim=0) for x in (q, k, v))
         >>> out = attention_varlen(q, k, v, cu_seqlens, longest, causal=True)
     """
-    ranks = ranks_of(group)
+    local = local_parts({"q": (q, 0), "k": (k, 0), "v": (v, 0)}, group, timeout, "attention_varlen")
+    q, k, v = local.tensors
+    ranks = ranks_of(local.group)
     if ranks.inner is not None:
         raise ValueError("group: expected a mesh of 1 dimension, got 2")
     timeout, error = arguments.usable_timeout(timeout)
@@ -83,9 +88,11 @@ def attention_varlen(
         sm_scale=sm_scale, return_lse=True, deterministic=deterministic, impl=impl,
     )  # fmt: skip
     out = ToRows.apply(out.transpose(0, 1)[None], links, pieces, next(links.calls))[0].transpose(0, 1)
+    out = local.joined(out, Shard(0))
     if not return_lse:
         return out
-    return out, ToRows.apply(lse.detach()[None, ..., None], links, pieces)[0, ..., 0]
+    lse = ToRows.apply(lse.detach()[None, ..., None], links, pieces)[0, ..., 0]
+    return out, local.joined(lse, Shard(1))
 
 
 def _agree(

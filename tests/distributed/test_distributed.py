@@ -158,6 +158,10 @@ def test_varlen(two, causal, window):
     assert all(error <= EXACT for found in two.run(jobs.varlen, causal, window) for error in found)
 
 
+def test_varlen_dtensors(two):
+    assert all(error <= EXACT for found in two.run(jobs.varlen, True, None, True) for error in found)
+
+
 BAD_VARLEN = {
     "heads": "ValueError: q: expected a multiple of 2 heads, which the ranks share, got 3",
     "keys": "ValueError: k: expected 20 tokens as q has on this rank, got 10",
@@ -167,9 +171,8 @@ BAD_VARLEN = {
     "rank 0 and shape (20, 4, 24) on rank 1",
     "gradients": "ValueError: requires_grad: expected the same on all ranks of the group, got ['q'] on rank "
     "0 and ['k'] on rank 1",
-    "DTensor": "TypeError: q: expected a torch.Tensor of this rank, got a DTensor; x.to_local() has its part",
-    "a DTensor among others": "TypeError: k: expected a torch.Tensor of this rank, got a DTensor; "
-    "x.to_local() has its part",
+    "DTensor of heads": "TypeError: q: expected a DTensor with Shard(0) in every dimension of its mesh",
+    "a DTensor among others": "TypeError: q: expected a DTensor with Shard(0) in every dimension of its mesh",
     "values": "ValueError: cu_seqlens_q: expected values that never go down, got 20 after 30 at index 2",
 }
 
@@ -243,6 +246,7 @@ MISTAKES = {
     "time": "TypeError: timeout: expected a number of seconds, got str",
     "a weight": "TypeError: weight: expected a torch.Tensor, got NoneType",
     "a replica": "TypeError: q: expected a DTensor with Shard(2) in every dimension of its mesh",
+    "a replica of tokens": "TypeError: q: expected a DTensor with Shard(0) in every dimension of its mesh",
     "offsets": "TypeError: cu_seqlens: expected a torch.Tensor of this rank, got a DTensor; x.to_local() has "
     "its part",
     "meta": "ValueError: q: expected a tensor with memory, got one on device meta",
@@ -254,7 +258,8 @@ def test_a_mistake_of_one_rank_reaches_the_other(two, what):
     """And no later call of one meets this call of the other."""
     (heard, after), (own, behind) = two.run(jobs.mistaken, what)
     assert own == MISTAKES[what] and after == behind == "no error"
-    function = {"a list": "unshard", "a weight": "row_parallel_output", "offsets": "attention_varlen"}
+    function = {"a list": "unshard", "a weight": "row_parallel_output", "offsets": "attention_varlen",
+                "a replica of tokens": "attention_varlen"}  # fmt: skip
     called = function.get(what, "attention")
     assert heard == f"RuntimeError: {called}: rank 1 of the group can't take part: {own}"
 

@@ -32,6 +32,12 @@ def test_equal_to_one_process(two):
             assert all(error <= EXACT for error in errors), (layer, errors)
 
 
+@pytest.mark.parametrize("which", ["all", "weight"])
+def test_dtensors(two, which):
+    for found in two.run(jobs.dtensors, which):
+        assert max(found) <= 2 * EXACT, found
+
+
 def test_more_chunks_than_a_message_has_room_for(two):
     assert two.run(jobs.many_chunks) == [(1, 1400, 4)] * 2
 
@@ -55,12 +61,17 @@ BAD = {
     "dtype": "TypeError: weight: expected dtype torch.float32 as q has, got torch.float16",
     "none": "TypeError: weight: expected a torch.Tensor, got NoneType",
     "sparse": "TypeError: weight: expected a dense tensor (layout torch.strided), got torch.sparse_coo",
-    "DTensor": "TypeError: q: expected a torch.Tensor of this rank, got a DTensor; x.to_local() has its part",
-    "DTensor of a weight": "TypeError: weight: expected a torch.Tensor of this rank, got a DTensor; "
-    "x.to_local() has its part",
+    "DTensor of a batch": "TypeError: q: expected a DTensor with Shard(1) in every dimension of its mesh",
+    "DTensor of outputs": "TypeError: weight: expected a DTensor with Shard(1) in every dimension of its "
+    "mesh",
     "keys": "ValueError: k: expected at least the 40 rows that q has, got 39",
     "rows": "ValueError: q: expected at least 1 row, got 0",
 }
+
+
+def test_dtensors_of_two_meshes(two):
+    for found in two.run(jobs.bad, "DTensors of two meshes"):
+        assert found.startswith("ValueError: weight: expected the mesh of q, DeviceMesh(")
 
 
 @pytest.mark.parametrize("what", BAD)

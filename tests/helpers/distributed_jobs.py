@@ -128,11 +128,11 @@ def bad(what: str) -> str:
     return told(lambda: cp.attention(*tensors, **options))
 
 
-def as_dtensor(x: torch.Tensor) -> torch.Tensor:
+def as_dtensor(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Whose part on this rank is x."""
     from torch.distributed.tensor import DTensor, Shard
 
-    return DTensor.from_local(x, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    return DTensor.from_local(x, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(dim)])
 
 
 def refused() -> tuple[str, list[float]]:
@@ -424,8 +424,11 @@ LENGTHS = [0, 7, 7, 20, 21, 40]
 """Sequences of varlen calls, one of them empty: where each begins, and the number of tokens."""
 
 
-def varlen(causal: bool, window: tuple[int, int] | None) -> list[float]:
-    """Packed sequences over ranks: the largest difference of output, LSE and gradients from one process."""
+def varlen(causal: bool, window: tuple[int, int] | None, placed: bool = False) -> list[float]:
+    """Packed sequences over ranks: the largest difference of output, LSE and gradients from one process.
+    placed: as DTensors that `distribute_tensor` makes."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     generator = torch.Generator().manual_seed(3)
     offsets = torch.tensor(LENGTHS, dtype=torch.int32)
     whole = [torch.randn(LENGTHS[-1], h, 16, generator=generator) for h in (4, 2, 2, 4)]
@@ -434,10 +437,18 @@ def varlen(causal: bool, window: tuple[int, int] | None) -> list[float]:
     out, lse = attention_varlen(*same, offsets, offsets, 20, 20, **options)
     out.backward(d_out)
     *given, d_out = [cp.shard(x, dim=0).clone().requires_grad_() for x in whole]
+    if placed:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        given = [distribute_tensor(x, mesh, [Shard(0)]).requires_grad_() for x in whole[:3]]
     found, found_lse = cp.attention_varlen(*given, offsets, 20, timeout=200, **options)
+    if placed:
+        assert found.placements == (Shard(0),) and found_lse.placements == (Shard(1),)
+        assert found.shape == out.shape and found_lse.shape == lse.shape
+        found, found_lse = found.to_local(), found_lse.to_local()
     found.backward(d_out)
+    gradients = [x.grad.to_local() if placed else x.grad for x in given]
     pairs = [(found, cp.shard(out, dim=0)), (found_lse, cp.shard(lse, dim=1))]
-    pairs += [(x.grad, cp.shard(y.grad, dim=0)) for x, y in zip(given, same, strict=True)]
+    pairs += [(x, cp.shard(y.grad, dim=0)) for x, y in zip(gradients, same, strict=True)]
     return [(x - y).abs().max().item() for x, y in pairs]
 
 
@@ -454,8 +465,8 @@ def bad_varlen(what: str) -> str:
     offsets = torch.tensor([0, 20, 39] if what == "wrong offsets" and second else offsets, dtype=torch.int32)
     if what == "offsets":
         longest, offsets = 30, torch.tensor([0, 10 + 5 * second, 40], dtype=torch.int32)
-    if what == "DTensor":
-        q, k, v = (as_dtensor(x) for x in (q, k, v))
+    if what == "DTensor of heads":
+        q, k, v = (as_dtensor(x, 1) for x in (q, k, v))
     if what == "a DTensor among others":
         k = as_dtensor(k)
     keys = k[:10] if what == "keys" else k
@@ -500,6 +511,10 @@ def mistaken(what: str) -> tuple[str, str]:
         ends = torch.tensor([0, 16], dtype=torch.int32)
         ends = DTensor.from_local(ends, mesh, [Replicate()], run_check=False) if wrong else ends
         call = partial(cp.attention_varlen, *[x[0].transpose(0, 1)] * 3, ends, 16, **options)
+    elif what == "a replica of tokens":
+        place, ends = Replicate() if wrong else Shard(0), torch.tensor([0, 16], dtype=torch.int32)
+        tokens = DTensor.from_local(x[0].transpose(0, 1), mesh, [place], run_check=False)
+        call = partial(cp.attention_varlen, *[tokens] * 3, ends, 16, **options)
     elif what == "a weight":
         call = partial(cp.row_parallel_output, x, x, x, None if wrong else torch.ones(4, 16), **options)
     else:

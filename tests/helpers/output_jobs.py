@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from distributed_jobs import as_dtensor, told
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from attnlib import attention
 from attnlib.distributed import row_parallel_output
@@ -82,6 +83,24 @@ def errors(layers: list[Layer], device: str = "cpu") -> list[list[float]]:
     return found
 
 
+def dtensors(which: str) -> list[float]:
+    """q, k, v and the weight as DTensors, or the weight alone: the largest differences from one process."""
+    y, *gradients = one_process(Layer())
+    *tensors, d_y = inputs(Layer())
+    given = own(tensors)
+    first = 0 if which == "all" else 3
+    given[first:] = [as_dtensor(x, 1) for x in given[first:]]
+    given = [x.detach().requires_grad_() for x in given]
+    found = row_parallel_output(*given, causal=True, impl="reference", timeout=200)
+    if which == "all":
+        assert found.placements == (Replicate(),)
+        found = found.to_local()
+    found.backward(d_y)
+    here = [x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad for x in given]
+    pairs = zip([found, *here], [y, *own(gradients)], strict=True)
+    return [(a - b).abs().max().item() for a, b in pairs]
+
+
 def without_gradients() -> float:
     """A call whose q alone has a gradient, and one without any: the largest difference between the two."""
     q, k, v, weight, _ = inputs(Layer())
@@ -114,10 +133,14 @@ def bad(what: str) -> str:
     }.get(what, {})  # fmt: skip
     weight = {
         "weight": weight[:, :-1], "dtype": weight.half(), "none": None, "flat": weight.flatten(),
-        "DTensor of a weight": as_dtensor(weight), "sparse": weight.to_sparse(),
+        "DTensor of outputs": as_dtensor(weight), "sparse": weight.to_sparse(),
     }.get(what, weight)  # fmt: skip
-    if what == "DTensor":
+    if what == "DTensor of a batch":
         q, k, v = (as_dtensor(x) for x in (q, k, v))
+    if what == "DTensors of two meshes":
+        q, k, v = (as_dtensor(x, 1) for x in (q, k, v))
+        elsewhere = init_device_mesh("cpu", (1, dist.get_world_size()))
+        weight = DTensor.from_local(weight, elsewhere, [Shard(1)] * 2)
     if what == "keys":
         k, v = k[:, :, :39], v[:, :, :39]
     if what == "rows":
