@@ -13,7 +13,7 @@ from pathlib import Path
 from attnlib.book import claims
 from attnlib.book.chapters import STEPS
 
-MAX_BYTES = 2_600_000
+MAX_BYTES = 3_300_000
 MAX_CODE_CELLS = 28
 MAX_CELL_LINES = 45
 MAX_KERNEL_CELL_LINES = 100
@@ -183,7 +183,8 @@ def no_stderr(nb: Notebook) -> Found:
 
 
 def small(nb: Notebook) -> Found:
-    """Smaller than 2.6 MB: a profile card has 0.16, a chart with a number in each of 250 cells 0.3."""
+    """Smaller than 3.3 MB: a profile card has 0.16, a chart with a number in each of 230 cells 0.35, and
+    chapter 19 has four of those."""
     size = len(nb.text.encode())
     if size >= MAX_BYTES:
         yield "", f"expected less than {MAX_BYTES:,} bytes, got {size:,}"

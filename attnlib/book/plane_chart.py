@@ -1,12 +1,12 @@
-"""Heat maps of the plane of `bench.plane`, attnlib beside FlashAttention-3, a cell for each call; a table of
-those in which FlashAttention-3 took less time; and one of the named calls."""
+"""Heat maps of the plane of `bench.plane`, attnlib beside FlashAttention-3, a cell for each call; tables of
+those in which FlashAttention-3 took less time, in windows and in turn; and one of the named calls."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import seaborn as sns
 from matplotlib.axes import Axes
@@ -44,76 +44,66 @@ computes, and the kind of call; kind None: of all that have no line of their own
 tested by itself."""
 
 
-class Panel(NamedTuple):
-    """Columns of one heat map: texts of the axis -> (kind, length)."""
-
-    title: str
-    columns: dict[str, tuple[str, int]]
-    dtype: str = "bfloat16"
-
-
-def panels() -> list[Panel]:
-    """One for each kind, and one for what is measured in fp16, too."""
-    lengths = {_short(n): n for n in plane.LENGTHS}
-    found = [
-        Panel(one.label, {text: (kind, n) for text, n in lengths.items()}) for kind, one in KINDS.items()
-    ]
-    fp16 = {f"{kind}\n{_short(4096)}": (kind, 4096) for kind in ("causal", "dense")}
-    return [*found, Panel("fp16", fp16, "float16")]
-
-
-def _short(length: int) -> str:
-    return str(length) if length < 1024 else f"{length // 1024}k"
-
-
-def plane_chart(table: object, way: str) -> Figure:
-    """Time of FlashAttention-3 over that of attnlib, in percent, of one pass: a panel for each kind, a row
-    for each head dimension, a column for each length. Ties are gray; what was not measured is hatched."""
+def plane_chart(table: object, way: str, dtype: str = "bfloat16") -> Figure:
+    """Time of FlashAttention-3 over that of attnlib, in percent, of one pass and dtype: a panel for each
+    kind, a row for each head dimension, a column for each length. Ties are gray; what was not measured is
+    hatched. The sixth place has the scale."""
     found = {cell: row for row in rows_of(table) for cell, own in [plane.key(row)] if own == way}
-    figure, axes = new_figure(WIDE, 4.9, 2, 3)
+    figure, axes = new_figure(WIDE, 4.4, 2, 3)
     figure.get_layout_engine().set(wspace=0.02, hspace=0.05)
-    for ax, panel in zip(axes.flat, panels(), strict=True):
-        _panel(ax, panel, found)
+    *panels, last = axes.flat
+    for ax, kind in zip(panels, KINDS, strict=True):
+        _panel(ax, kind, dtype, found)
     for ax in axes[:, 0]:
         ax.set_ylabel("head dimension D")
     axes[1, 0].set_xlabel("sequence length S")
+    _scale(last, f"{way}, {DTYPES[dtype][0]}")
+    provenance(figure, source_of(table))
+    return figure
+
+
+def _scale(ax: Axes, title: str) -> None:
+    """What the colors mean, in the place of a panel."""
+    ax.set_title(title, loc="left", fontweight="bold")
+    ax.set_axis_off()
     ticks = [1 / FAR, 0.9, 1, 1.1, FAR]
-    bar = figure.colorbar(
-        ScalarMappable(SCALE, SHADES), ax=list(axes.flat), location="bottom", aspect=60, shrink=0.8, pad=0.02,
+    bar = ax.figure.colorbar(
+        ScalarMappable(SCALE, SHADES), cax=ax.inset_axes((0.02, 0.84, 0.96, 0.07)), orientation="horizontal",
         extend="both", ticks=[math.log(x) for x in ticks],
     )  # fmt: skip
-    bar.ax.set_xticklabels([f"{x:.0%}" for x in ticks])
+    bar.ax.set_xticklabels([f"{100 * x:.0f}" for x in ticks])
+    bar.ax.tick_params(labelsize=6.5)
     bar.ax.minorticks_off()
-    bar.set_label(f"time of FA3 / time of attnlib, {way}, percent: above 100 attnlib is faster", fontsize=7)
+    bar.set_label("time of FA3 / time of attnlib, percent:\nabove 100 attnlib is faster", fontsize=6.5)
     edge = {"edgecolor": COLORS["muted"], "lw": 0.5}
     handles = [
         Patch(facecolor=FAINT, label="tie: inside the noise", **edge),
         Patch(facecolor="white", hatch="/////", label="not measured", **edge),
         Patch(facecolor="white", hatch="xxxxx", label="no time: wrong or failed", **edge),
     ]
-    figure.legend(handles=handles, loc="outside lower left", ncols=3, handlelength=1.2)
-    provenance(figure, source_of(table))
-    return figure
+    ax.legend(handles=handles, loc="lower left", handlelength=1.6, handleheight=1.2, labelspacing=0.7)
 
 
-def _panel(ax: Axes, panel: Panel, found: Mapping[Cell, dict[str, Any]]) -> None:
-    ax.set_title(panel.title, loc="left")
+def _panel(ax: Axes, kind: str, dtype: str, found: Mapping[Cell, dict[str, Any]]) -> None:
+    ax.set_title(KINDS[kind].label, loc="left")
     ax.set(xlim=(0, len(plane.LENGTHS)), ylim=(len(plane.DIMS), 0))
-    for x, (kind, length) in enumerate(panel.columns.values()):
+    for x, length in enumerate(plane.LENGTHS):
         for y, d in enumerate(plane.DIMS):
             if hides(kind, length):
-                _cell(ax, x, y, found.get(plane.cell(kind, d, length, panel.dtype)))
-    blank = sum(not hides(*column) for column in panel.columns.values())
+                _cell(ax, x, y, found.get(plane.cell(kind, d, length, dtype)))
+    blank = sum(not hides(kind, length) for length in plane.LENGTHS)
     if blank:  # they come first, as the lengths grow
         text = "no key hidden:\nthe same call as causal"
         ax.text(blank / 2, len(plane.DIMS) / 2, text, rotation=90, ha="center", va="center", fontsize=6.5)
-    ax.set_xticks([x + 0.5 for x in range(len(panel.columns))], list(panel.columns))
+    ax.set_xticks([x + 0.5 for x in range(len(plane.LENGTHS))], [_short(n) for n in plane.LENGTHS])
     ax.set_yticks([y + 0.5 for y in range(len(plane.DIMS))], [str(d) for d in plane.DIMS])
     ax.tick_params(length=0, pad=2, labelsize=6.5)
-    if panel.dtype != "bfloat16":  # labels of two lines, the first of which is a word
-        ax.tick_params("x", labelsize=5.2)
     ax.grid(False)
     ax.spines[:].set_visible(False)
+
+
+def _short(length: int) -> str:
+    return str(length) if length < 1024 else f"{length // 1024}k"
 
 
 def hides(kind: str, length: int) -> bool:
@@ -151,14 +141,19 @@ def words(rows: Sequence[dict[str, Any]]) -> str:
     return tally([plane.verdict_of(row).word for row in rows])
 
 
-def alt_text(table: object, way: str) -> str:
-    """The chart in words, for readers who do not see it."""
-    rows = [row for row in rows_of(table) if row["pass"] == way]
+def summary(table: object, way: str, dtype: str) -> str:
+    """How many cells of one pass and dtype were measured, where their ratios lie, and their verdicts."""
+    rows = [row for row in rows_of(table) if (row["pass"], row["dtype"]) == (way, dtype)]
     ratios = [row["ratio"] for row in rows if "ratio" in row]
     ends = f", from {min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
+    return f"{len(ratios)} cells{ends}. {words(rows)}".rstrip(". ") + "."
+
+
+def alt_text(table: object, way: str, dtype: str = "bfloat16") -> str:
+    """The chart in words, for readers who do not see it."""
     return (
-        f"Heat maps of the time of FA3 over that of attnlib, {way}, by head dimension and length, for "
-        f"causal, dense, grouped and windowed calls: {len(ratios)} cells{ends}. {words(rows)}."
+        f"Heat maps of the time of FA3 over that of attnlib, {way}, {DTYPES[dtype][0]}, by head dimension "
+        f"and length, for causal, dense, grouped and windowed calls: {summary(table, way, dtype)}"
     )
 
 
@@ -199,6 +194,55 @@ def behind(table: object) -> list[dict[str, Any]]:
             "columns": f"{own}, FA3 {theirs}", "known": known_of(way, own, first["kind"]),
         })  # fmt: skip
     return lines
+
+
+def in_turn(settled: object, *windows: object) -> list[dict[str, Any]]:
+    """A line for each call of table `settled`: its verdict there, and in windows, those of tables `cells` and
+    `named`. Of a call that both of these have it is the lower one."""
+    before = _lowest(*windows)
+
+    def place(row: dict[str, Any]) -> tuple[Any, ...]:
+        kind = list(plane.ALL).index(row["kind"])
+        way = plane.PASSES.index(row["pass"])
+        return way, plane.DTYPES.index(row["dtype"]), kind, row["head_dim"], row["seqlen"]
+
+    lines = []
+    for row in sorted(rows_of(settled), key=place):
+        cell, way = plane.key(row)
+        old = before.get((cell, way))
+        lines.append({
+            "call": cell.label, "pass": way,
+            "in windows": plane.verdict_of(old).cell() if old else None,
+            "in turn": plane.verdict_of(row).cell(),
+        })  # fmt: skip
+    return lines
+
+
+def told_in_turn(settled: object, *windows: object) -> str:
+    """In sentences: how many of the calls that took longer than FlashAttention-3's in windows were measured
+    in turn, and what came of it. settled: None where that was not measured."""
+    behind = {call for call, row in _lowest(*windows).items() if row["ratio"] < 1}
+    if not behind:
+        return "No call is below 1.0 in windows."
+    rows = [row for row in rows_of(settled or []) if plane.key(row) in behind]
+    if not rows:
+        return f"None of the {len(behind)} calls below 1.0 was measured in turn yet (`--settled`)."
+    ratios = [row["ratio"] for row in rows if "ratio" in row]
+    ends = f", from {min(ratios):.3f} to {max(ratios):.3f}" if ratios else ""
+    return (
+        f"Of {len(behind)} calls below 1.0 in windows {len(rows)} were measured in turn{ends}, "
+        f"{sum(ratio < 1 for ratio in ratios)} below 1.0. {words(rows)}."
+    )
+
+
+def _lowest(*windows: object) -> dict[tuple[Cell, str], dict[str, Any]]:
+    """The rows that have a ratio, by call; of two of one call the lower one."""
+    found: dict[tuple[Cell, str], dict[str, Any]] = {}
+    for row in (row for table in windows for row in rows_of(table or []) if "ratio" in row):
+        call = plane.key(row)
+        if call not in found or row["ratio"] < found[call]["ratio"]:
+            found[call] = row
+    return found
 
 
 # ---------------------------------------------------------------- calls that were asked for by name

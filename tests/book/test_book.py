@@ -137,8 +137,8 @@ PLANTED = [
     ),
     (
         "small",
-        "less than 2,600,000 bytes",
-        lambda nb: cell(nb, "title").update(source="# 03 x" + "y" * 3 * 10**6),
+        "less than 3,300,000 bytes",
+        lambda nb: cell(nb, "title").update(source="# 03 x" + "y" * hygiene.MAX_BYTES),
     ),
     (
         "no_machine_paths",

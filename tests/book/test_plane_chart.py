@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from attnlib.bench import plane, records
+from attnlib.bench.plane import Cell
+from attnlib.bench.shapes import Shape
 from attnlib.book import plane_chart, plotting
 from attnlib.book.palette import luminance
 
@@ -42,22 +44,24 @@ def hatched(ax, hatch):
     return {(int(p.get_x()), int(p.get_y())) for p in ax.patches if p.get_hatch() == hatch}
 
 
-def test_every_cell_shows_its_own_row():
+@pytest.mark.parametrize("dtype", plane.DTYPES)
+def test_every_cell_shows_its_own_row(dtype):
     def ratio(cell):
         shape = cell.shape
         place = plane.DIMS.index(shape.head_dim) * 10 + plane.LENGTHS.index(shape.seqlen)
         return 1 + place / 100 + list(plane.KINDS).index(cell.kind) + 5 * (shape.dtype == "float16")
 
-    figure = plane_chart.plane_chart(table(*every("backward", ratio)), "backward")
-    for one in plane_chart.panels():
-        shown = numbers(panel(figure, one.title))
+    figure = plane_chart.plane_chart(table(*every("backward", ratio)), "backward", dtype)
+    for kind, one in plane.KINDS.items():
         wanted = {
-            (x, y): f"{100 * ratio(plane.cell(kind, d, length, one.dtype)):.0f}"
-            for x, (kind, length) in enumerate(one.columns.values()) for y, d in enumerate(plane.DIMS)
+            (x, y): f"{100 * ratio(plane.cell(kind, d, length, dtype)):.0f}"
+            for x, length in enumerate(plane.LENGTHS) for y, d in enumerate(plane.DIMS)
             if plane_chart.hides(kind, length)
         }  # fmt: skip
-        assert shown == wanted, one.title
-        assert not hatched(panel(figure, one.title), "/////")
+        assert numbers(panel(figure, one.label)) == wanted, kind
+        assert not hatched(panel(figure, one.label), "/////")
+    words = {"bfloat16": "bf16", "float16": "fp16"}
+    assert panel(figure, f"backward, {words[dtype]}")
 
 
 def test_what_was_not_measured_stays_empty():
@@ -70,7 +74,9 @@ def test_what_was_not_measured_stays_empty():
     assert hatched(causal, "xxxxx") == {(0, 1)}
     assert len(hatched(causal, "/////")) == 50 - 2
     assert len(hatched(panel(figure, "window of 1024 keys"), "/////")) == 30
-    assert numbers(panel(figure, "fp16")) == {}
+    figure = plane_chart.plane_chart(table(*rows), "forward", "float16")
+    assert all(numbers(panel(figure, one.label)) == {} for one in plane.KINDS.values())
+    assert len(hatched(panel(figure, "causal"), "/////")) == 50
 
 
 def test_ties_are_gray_and_colors_say_who_is_faster():
@@ -118,6 +124,33 @@ def test_what_is_known_is_of_cells_that_are_behind():
     assert used == set(plane_chart.KNOWN)
 
 
+def test_calls_in_turn_stand_beside_their_windows():
+    """Of a call that both tables have the lower window; not how a call stood that no table has now."""
+    twice, gone = Cell("dense", Shape(4, 16, 4096, 128, False)), plane.cell("gqa8", 96, 1024, "float16")
+    cells = [row_of(FIRST, "backward", 0.98), row_of(FIRST, "forward", 0.99), row_of(twice, "forward", 1.2)]
+    named = [row_of(twice, "forward", 0.995, noise=1.01), row_of(twice, "backward", reason="fa3: failed")]
+    again = [row_of(gone, "forward", 1.1), row_of(FIRST, "backward", 1.02), row_of(twice, "forward", 0.99)]
+    found = plane_chart.in_turn(table(*again), table(*cells), table(*named))
+    assert [tuple(line.values()) for line in found] == [
+        (twice.label, "forward", "0.995x, noise 1.010: tie", "0.990x, noise 1.005: slower"),
+        (gone.label, "forward", None, "1.100x, noise 1.005: faster"),
+        (FIRST.label, "backward", "0.980x, noise 1.005: slower", "1.020x, noise 1.005: faster"),
+    ]
+    said = plane_chart.told_in_turn(table(*again), table(*cells), table(*named))
+    assert said == (
+        "Of 3 calls below 1.0 in windows 2 were measured in turn, from 0.990 to 1.020, 1 below 1.0. "
+        "faster: 1, slower: 1, tie: 0."
+    )
+
+
+def test_without_calls_in_turn_a_sentence_says_so():
+    behind = table(row_of(FIRST, "backward", 0.98))
+    assert "None of the 1 calls" in plane_chart.told_in_turn(None, behind, None)
+    assert "None of the 1 calls" in plane_chart.told_in_turn(table(), behind)
+    assert plane_chart.told_in_turn(None, table(row_of(FIRST, "forward", 1.1))).startswith("No call")
+    assert plane_chart.in_turn(table(), behind) == []
+
+
 def test_named_calls_have_a_line_each():
     first, last = plane.NAMED[0], plane.NAMED[-1]
     rows = [row_of(last, "backward", 0.9, attnlib_tflops=540.0, fa3_tflops=600.0)]
@@ -137,7 +170,8 @@ def test_named_calls_have_a_line_each():
 def test_the_alt_text_counts():
     rows = [row_of(FIRST, "forward", 1.2), row_of(FIRST, "backward", 0.8)]
     text = plane_chart.alt_text(table(*rows), "forward")
-    assert "1 cells, from 1.20 to 1.20. faster: 1, slower: 0, tie: 0." in text
+    assert "bf16" in text and text.endswith("1 cells, from 1.20 to 1.20. faster: 1, slower: 0, tie: 0.")
+    assert plane_chart.alt_text(table(*rows), "forward", "float16").endswith(": 0 cells.")
     assert plane_chart.alt_text(table(), "forward").endswith(".")
 
 
