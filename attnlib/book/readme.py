@@ -16,6 +16,7 @@ from attnlib.book import chapters as book_chapters
 from attnlib.book import generation
 
 LADDER, SUSTAINED = ("19_record", "ladder"), ("19_record", "sustained")
+BACKWARD = ("20_backward", "backward")
 TEACHING = ("15_teaching", "ladder")
 HOST, STEP = ("host_time", "backward"), ("host_time", "step")
 DECODE, FP8_CACHES = ("decode", "calls"), ("decode", "fp8")
@@ -45,6 +46,15 @@ def modes_table() -> str:
     rows, columns = modes.mode_rows(burst.measured(), sustained.measured(), task, label=label)
     dates = " and ".join(dict.fromkeys((burst.date, sustained.date)))
     return f"{tables.markdown(rows, columns)}\n\n*{burst.gpu}, {dates}*"
+
+
+def backward_table() -> str:
+    """Verdicts on attnlib's backward pass against each peer at the task's shapes, of chapter 20's record."""
+    table = records.load(*BACKWARD, gpu=records.REFERENCE_GPU)
+    task = [shape for shape in shapes.TASK.values() if table.select(shape)]
+    peers = [name for name in ("fa3", "cudnn", "flash") if table.select(impl=name)]
+    rows, columns = verdict.table_rows([table], "attnlib", peers, task, book_chapters.label)
+    return f"{tables.markdown(rows, columns)}\n\n*{table.source}*"
 
 
 def host_table() -> str:
@@ -226,8 +236,9 @@ def plane_table() -> str:
         cells = _cells(lines, f"D = {head_dim}" if head_dim else "**all**", columns)
         for way in plane.PASSES:
             rows = [row for row in table.select(**{"pass": way}) if head_dim in (row["head_dim"], None)]
-            ratios = [row["ratio"] for row in rows]
-            cells[way] = f"{median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            ratios = [row["ratio"] for row in rows if "ratio" in row]
+            if ratios:
+                cells[way] = f"{median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
             words = Counter(plane.verdict_of(row).word for row in rows)
             cells[f"{way} cells"] = f"{words[FASTER]}, {words[TIE]}, {words[SLOWER]}"
     return f"{_shown(lines, columns, table)}\n\n{losses(table.rows)}"
@@ -385,7 +396,7 @@ def s2_table() -> str:
 SECTIONS = {
     "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
     "kept_shift": kept_shift_table, "plane": plane_table, "head_dims": head_dims_table,
-    "values": values_table, "host": host_table, "decode": decode_table,
+    "values": values_table, "backward": backward_table, "host": host_table, "decode": decode_table,
     "fp8_caches": fp8_caches_table, "generate": generate_table,
     "fp8": fp8_table, "sparse": sparse_tables, "s2": s2_table, "approximate": approximate_tables,
     "entmax": entmax_table, "distributed": distributed_table,

@@ -452,6 +452,8 @@ def record(tmp_path, monkeypatch):
     reference.mkdir()
     tables = {"ladder": {"rows": rows}, "sustained": {"rows": lasting}}
     path.write_text(json.dumps(head | {"notebook": "19_record", "tables": tables}))
+    gradients = head | {"notebook": "20_backward", "tables": {"backward": {"rows": rows}}}
+    (reference / "20_backward.json").write_text(json.dumps(gradients))
     taught = [row | {"impl": row["impl"].replace("08_production", "15_teaching")} for row in rows]
     teaching = head | {"notebook": "15_teaching", "tables": {"ladder": {"rows": taught}}}
     (reference / "15_teaching.json").write_text(json.dumps(teaching))
@@ -511,6 +513,7 @@ def record(tmp_path, monkeypatch):
     cell = call | {"kind": "causal", "dtype": "bfloat16", "verdict": "faster"}
     ratios = ("forward", 1.2), ("forward", 1.1), ("forward", 1.3), ("backward", 0.9)
     cells = [cell | {"pass": way, "ratio": x, "spread": 1.01, "control": 1.0} for way, x in ratios]
+    cells.append(cell | {"head_dim": 72, "pass": "forward", "reason": "attnlib: wrong"})
     (reference / "plane.json").write_text(
         json.dumps(head | {"notebook": "plane", "tables": {"cells": {"rows": cells}}})
     )
@@ -601,6 +604,8 @@ def test_tables_of_pages_are_drawn_from_the_records(pages):
     assert "D64 causal fp16, M256N64 | 500 | 550 | 440 | 1.100, noise not measured | 1.250, noise" in text
     cells = "1.200 (1.10 to 1.30) | 3, 0, 0 | 0.900 (0.90 to 0.90) | 0, 0, 1 |"
     assert f"| D = 64 | {cells}" in text and f"| **all** | {cells}" in text
+    assert "| D = 72 | – | 0, 0, 0 | – | 0, 0, 0 |" in text
+    assert "| FA3 | 1.100x, noise not measured |" in text[text.index("<!-- backward -->") :]
     assert "| Forward, TFLOP/s | attnlib | filled up |" in text
     assert text.count("| B1 H12 S4096 D64/128 causal fp16 | 663 | 478 | – | – | – |") == 2
     assert "| Backward, TFLOP/s | attnlib" in text and "fp16 | 264 | – | 246 | – | 1.073" in text
