@@ -101,8 +101,6 @@ class SplitBackwardConfig(HopperBackwardConfig):
 
     Attributes:
         columns: of the first and of the second part, powers of two.
-        right_by_keys: each consumer forms all columns of the second part of dQ from its own keys, in steps of 64
-            queries; else half of the columns from all keys. True where the part has 16 columns.
         held_keys, held_values: parts of K, and of V, that stay in registers, for the products S and dP. V only
             beside K.
     """
@@ -110,7 +108,6 @@ class SplitBackwardConfig(HopperBackwardConfig):
     columns: tuple[int, int] = field(kw_only=True)
     held_keys: int = 0
     held_values: int = 0
-    right_by_keys: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,8 +118,9 @@ class SplitBackwardConfig(HopperBackwardConfig):
 
     @property
     def both_add(self) -> bool:
-        """Both consumers add to the same elements of dQ, in no order."""
-        return self.right_by_keys and self.block_m == 64
+        """Both consumers add to the same elements of dQ, in no order: the part has too few columns for
+        halves."""
+        return self.columns[1] == 16 and self.block_m == 64
 
     def width(self, head_dim: int) -> int:
         return width_of_parts(self.columns, head_dim)
@@ -172,7 +170,7 @@ _CHOSEN = {
 }
 # As many parts of K and V in registers as there is room for (docs/lab/hopper-backward.md has the budget).
 SPLIT = {
-    80: SplitBackwardConfig(64, columns=(64, 16), held_keys=2, held_values=2, right_by_keys=True),
+    80: SplitBackwardConfig(64, columns=(64, 16), held_keys=2, held_values=2),
     96: SplitBackwardConfig(64, columns=(64, 32), held_keys=1, held_values=1),
 }
 """Width of a tile in two parts -> its configuration. A head dimension takes the smallest of these widths, and

@@ -176,7 +176,6 @@ def make_plan(
     if config.columns:
         left, right = config.columns
         parts |= {"held_keys": config.held_keys, "held_values": config.held_values}
-        parts |= {"right_by_keys": config.right_by_keys}
         return SplitBackwardPlan(left, *how, **parts, right=right)
     return BackwardPlan(width, *how, **parts)
 

@@ -253,17 +253,15 @@ class SplitBackwardPlan(BackwardPlan):
 
     Attributes:
         right: columns of the second.
-        right_by_keys: as in `SplitBackwardConfig`.
         held_keys, held_values: parts of K and of V that stay in registers, as first operands of a product.
     """
 
     right: int = field(kw_only=True)
     held_keys: int = field(kw_only=True)
-    right_by_keys: bool = field(kw_only=True)
     held_values: int = field(kw_only=True)
 
     # Each consumer forms the second part of dQ from its own keys.
-    own_right = property(lambda self: gl.constexpr(self.right_by_keys.value and not self.by_rows.value))
+    own_right = property(lambda self: gl.constexpr(self.right.value == 16 and not self.by_rows.value))
     dq_products = property(lambda self: gl.constexpr(3 if self.own_right.value else 4))
 
     # Accumulator of its dK and dV [64, right].
