@@ -176,8 +176,6 @@ SPLIT = {
 """Width of a tile in two parts -> its configuration. A head dimension takes the smallest of these widths, and
 of `KEYS_96_WIDTHS`, that holds it and is below the next power of two, else that power. So a line here turns a
 width on, and nothing else does."""
-BY_KEYS_96 = False, False
-"""`right_by_keys` of 96 columns, without a mask and with one, where sums have no order."""
 KEYS_96_WIDTHS = 160, 192
 """Widths of a tile in parts of 64 columns, with 96 keys a program."""
 
@@ -367,8 +365,6 @@ def hopper_backward_config(
         if stays and not kind.varlen and staying is not None:
             changes = staying | {"persistent": True}
         return replace(chosen, deterministic=True, crowding=_crowding_in_order(chosen, kind), **changes)
-    if split == 96:
-        chosen = replace(chosen, right_by_keys=BY_KEYS_96[kind.masked])
     chosen = _in_sections(chosen, kind)
     if kind.varlen:
         return replace(chosen, **_VARLEN.get(split or width, ({}, {}))[kind.masked])
