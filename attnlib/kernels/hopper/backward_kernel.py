@@ -285,11 +285,11 @@ def _visit(
         sums = tiling.key_sums(desc_dk, WG, tile, work, plan)
 
     mbarrier.wait(mem.k_full, 0)
-    k = held(mem.k, WG, plan.held_keys, plan)
+    k = held(mem.k, WG, plan)
     mbarrier.wait(mem.q_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=(issue_scores(k, WG, matrices(mem.q, 0), 0, plan),))
     mbarrier.wait(mem.v_full, 0)
-    v = held(mem.v, WG, plan.held_values, plan)
+    v = held(mem.v, WG, plan)
     if WG * plan.delay > 0:
         _begin_later(n, plan)
     s, dk, dv, block, m = _steps(dq_ptr, mem, k, v, s, 0, 0, 0, block, gap, n, qk_scale, tile, work, WG, plan)
@@ -328,7 +328,7 @@ def _visit_tiles(
     number = first_tile(work, plan)
     mbarrier.wait(mem.q_full.index(0), 0)
     s = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
-    if plan.held_keys == 0:
+    if plan.held == 0:
         token = issue_scores(Rows(mem.k, ()), WG, matrices(mem.q, 0), 0, plan)
         s = warpgroup_mma_wait(0, deps=(token,))
     if WG * plan.delay > 0:
@@ -382,12 +382,12 @@ def _visit_tiles(
 def _begin_tile(mem, s, i, first, WG: gl.constexpr, plan: gl.constexpr):
     """(K, V, S) of a tile's first step. Where parts of K stay in registers, the step before had those of the
     tile before, and its S was none."""
-    if plan.held_keys > 0:
+    if plan.held > 0:
         slot = slot_of(i)
-        k = held(mem.k, first + WG, plan.held_keys, plan)
+        k = held(mem.k, first + WG, plan)
         s = warpgroup_mma_wait(0, deps=(issue_scores(k, first + WG, matrices(mem.q, slot), i, plan),))
         mbarrier.wait(mem.do_full.index(slot), parity_of(i))
-        return k, held(mem.v, first + WG, plan.held_values, plan), s
+        return k, held(mem.v, first + WG, plan), s
     else:
         return Rows(mem.k, ()), Rows(mem.v, ()), s
 

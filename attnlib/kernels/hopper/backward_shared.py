@@ -34,17 +34,17 @@ class Keys(NamedTuple):
 
 class Rows(NamedTuple):
     """64 rows of K or of V, the first operand of S or dP: where they lie, and the parts of their columns that
-    stay in registers, if any do. Of these a product reads half as much shared memory."""
+    stay in registers, as many as `plan.held`. Of these a product reads half as much shared memory."""
 
     buffers: tuple  # of each part
-    registers: tuple  # of the first parts
+    registers: tuple
 
 
 @gluon.jit
-def held(buffers, i, PARTS: gl.constexpr, plan: gl.constexpr):
-    """The rows in buffer i, which have come, PARTS of them in registers."""
+def held(buffers, i, plan: gl.constexpr):
+    """The rows in buffer i, which have come."""
     registers = ()
-    for part in gl.static_range(PARTS):
+    for part in gl.static_range(plan.held):
         registers = registers + (matrix(buffers[part], i).load(plan.held_layout),)
     return Rows(buffers, registers)
 
@@ -55,7 +55,7 @@ def issue_scores(rows, i, b, j, plan: gl.constexpr):
     product for each part."""
     token = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
     for part in gl.static_range(len(b)):
-        if part < len(rows.registers):
+        if part < plan.held:
             a = rows.registers[part]
         else:
             a = matrix(rows.buffers[part], opaque_zero(j) if i is None else i + opaque_zero(j))

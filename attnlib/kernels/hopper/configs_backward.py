@@ -101,18 +101,14 @@ class SplitBackwardConfig(HopperBackwardConfig):
 
     Attributes:
         columns: of the first and of the second part, powers of two.
-        held_keys, held_values: parts of K, and of V, that stay in registers, for the products S and dP. V only
-            beside K.
+        held: parts of K and of V that stay in registers, for the products S and dP.
     """
 
     columns: tuple[int, int] = field(kw_only=True)
-    held_keys: int = 0
-    held_values: int = 0
+    held: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.held_values and not self.held_keys:
-            raise ValueError(f"held_values: expected 0 with held_keys=0, got {self.held_values}")
         if self.deterministic and self.both_add:
             raise ValueError(f"deterministic: expected False with columns={self.columns}, got True")
 
@@ -170,8 +166,8 @@ _CHOSEN = {
 }
 # As many parts of K and V in registers as there is room for (docs/lab/hopper-backward.md has the budget).
 SPLIT = {
-    80: SplitBackwardConfig(64, columns=(64, 16), held_keys=2, held_values=2),
-    96: SplitBackwardConfig(64, columns=(64, 32), held_keys=1, held_values=1),
+    80: SplitBackwardConfig(64, columns=(64, 16), held=2),
+    96: SplitBackwardConfig(64, columns=(64, 32), held=1),
 }
 """Width of a tile in two parts -> its configuration. A head dimension takes the smallest of these widths, and
 of `KEYS_96_WIDTHS`, that holds it and is below the next power of two, else that power. So a line here turns a

@@ -175,8 +175,7 @@ def make_plan(
     parts |= {"bulk": config.bulk, "masked_stagger": config.masked_stagger, "persistent": persistent}
     if config.columns:
         left, right = config.columns
-        parts |= {"held_keys": config.held_keys, "held_values": config.held_values}
-        return SplitBackwardPlan(left, *how, **parts, right=right)
+        return SplitBackwardPlan(left, *how, **parts, right=right, held=config.held)
     return BackwardPlan(width, *how, **parts)
 
 

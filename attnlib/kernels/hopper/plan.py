@@ -232,7 +232,7 @@ class BackwardPlan(Constants):
     right = gl.constexpr(0)  # columns of a second part
     width = property(lambda self: gl.constexpr(self.d.value + self.right.value))  # of all
     sums_width = property(lambda self: gl.constexpr(2 * self.width.value))  # of sums of dK and dV
-    held_keys, held_values = gl.constexpr(0), gl.constexpr(0)
+    held = gl.constexpr(0)
     few = gl.constexpr(False)  # keys beyond the blocks of 64
     step = gl.constexpr(0)  # columns from one part to the next, where they have one descriptor
     consumers = gl.constexpr(2)  # warpgroups that read Q and dO
@@ -253,12 +253,11 @@ class SplitBackwardPlan(BackwardPlan):
 
     Attributes:
         right: columns of the second.
-        held_keys, held_values: parts of K and of V that stay in registers, as first operands of a product.
+        held: parts of K and V that stay in registers, as first operands of a product.
     """
 
     right: int = field(kw_only=True)
-    held_keys: int = field(kw_only=True)
-    held_values: int = field(kw_only=True)
+    held: int = field(kw_only=True)
 
     # Each consumer forms the second part of dQ from its own keys.
     own_right = property(lambda self: gl.constexpr(self.right.value == 16 and not self.by_rows.value))
@@ -300,7 +299,7 @@ class WideBackwardPlan(Constants):
     half = property(lambda self: gl.constexpr(self.d.value // 2))
     width = property(lambda self: self.d)
     sums_width = property(lambda self: gl.constexpr(2 * self.d.value))  # of sums of dK and dV
-    held_keys, held_values = gl.constexpr(0), gl.constexpr(0)
+    held = gl.constexpr(0)
     few, step, consumers = gl.constexpr(False), gl.constexpr(0), gl.constexpr(2)  # as in `BackwardPlan`
 
     # Accumulators: of S^T and dP^T [64, block_m], of the halves of dK, dV and dQ.

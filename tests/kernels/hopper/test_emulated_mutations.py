@@ -490,7 +490,7 @@ MUTATIONS = [
     tile("the first S of a tile is formed from the K before", "AssertionError",
          ("gl.where(j == n - 1, _other_set(first), first)", "first")),
     backward("K in registers is the tile's before", "AssertionError|Race",
-             ("k = held(mem.k, first + WG, plan.held_keys, plan)", "k = held(mem.k, WG, plan.held_keys, plan)"),
+             ("k = held(mem.k, first + WG, plan)", "k = held(mem.k, WG, plan)"),
              call="persistent, two parts"),
     backward("V in registers is not waited for", TAKEN,
              without("        mbarrier.wait(mem.do_full.index(slot), parity_of(i))\n", "",
