@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
@@ -35,13 +36,13 @@ FA3_COLUMNS = 64, 96, 128, 192, 256
 """Columns that FlashAttention-3's kernels compute with."""
 UNKNOWN = "unknown"
 KNOWN = {
-    ("backward", 96, None): "inferred: one of two parts of K and V in registers, not both",
-    ("backward", 128, "dense"): f"{UNKNOWN}; it is not the wait for Q",
-    ("backward", 192, None): f"{UNKNOWN}; in the kernel, not in the passes around it",
+    ("backward", 96, None): "its steps; tested, and not it: K and V in registers, the products of dQ",
+    ("backward", 128, "dense"): "its steps; tested, and not it: the wait for Q",
+    ("backward", 192, None): "before and behind its steps; not the passes around it",
 }
 """What the lab (docs/lab/hopper.md, hopper-backward.md) knows of a loss, by pass, the columns that attnlib
-computes, and the kind of call; kind None: of all that have no line of their own. What is inferred was not
-tested by itself."""
+computes, and the kind of call; kind None: of all that have no line of their own. `over_lengths` tells steps
+from what is around them."""
 
 
 def plane_chart(table: object, way: str, dtype: str = "bfloat16") -> Figure:
@@ -193,6 +194,34 @@ def behind(table: object) -> list[dict[str, Any]]:
             "S: ratio": ", ".join(f"{row['seqlen']}: {row['ratio']:.3f}" for row in group),
             "columns": f"{own}, FA3 {theirs}", "known": known_of(way, own, first["kind"]),
         })  # fmt: skip
+    return lines
+
+
+def over_lengths(table: object, way: str = "backward") -> list[dict[str, Any]]:
+    """How much longer attnlib takes than FlashAttention-3 in calls without groups and windows: microseconds
+    that do not depend on the length, and those for each 1024 keys.
+
+    All cells have as many tokens, so what programs do before and behind their steps is the same at all
+    lengths, and steps grow with the length. Two numbers are fitted to the differences at the lengths below
+    16384, where calls do not run at the power limit yet; "off by at most" is what the fit leaves.
+    """
+    lines = []
+    for dtype in plane.DTYPES:
+        for kind in ("dense", "causal"):
+            for d in plane.DIMS:
+                rows = [row for row in rows_of(table)
+                        if (row["pass"], row["dtype"], row["kind"], row["head_dim"]) == (way, dtype, kind, d)
+                        and row["seqlen"] < max(plane.LENGTHS) and "ratio" in row]  # fmt: skip
+                if len(rows) < 3:
+                    continue
+                lengths = np.array([row["seqlen"] for row in rows]) / 1024
+                longer = np.array([1e3 * (row["attnlib_ms"] - row["fa3_ms"]) for row in rows])
+                step, start = np.polyfit(lengths, longer, 1)
+                lines.append({
+                    "kind": KINDS[kind].label, "dtype": DTYPES[dtype][0], "D": d,
+                    "around the steps, µs": start, "for 1024 keys, µs": step,
+                    "off by at most, µs": np.abs(longer - start - step * lengths).max(),
+                })  # fmt: skip
     return lines
 
 

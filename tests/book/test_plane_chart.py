@@ -124,6 +124,23 @@ def test_what_is_known_is_of_cells_that_are_behind():
     assert used == set(plane_chart.KNOWN)
 
 
+def test_over_lengths_tells_steps_from_what_is_around_them():
+    """100 us less, and 20 more for each 1024 keys; not of the longest calls, and not of two lengths alone."""
+
+    def rows(d: int, lengths) -> list[dict]:
+        cells = [plane.cell("dense", d, n) for n in lengths]
+        return [row_of(cell, "backward", 1.0) | {"fa3_ms": 1.0, "attnlib_ms": 0.9 + 2e-5 * cell.shape.seqlen}
+                for cell in cells]  # fmt: skip
+
+    longest = row_of(plane.cell("dense", 64, 16384), "backward", 1.0) | {"fa3_ms": 1.0, "attnlib_ms": 9.0}
+    few, enough = rows(96, (512, 1024)), rows(64, (512, 1024, 2048, 4096))
+    (line,) = plane_chart.over_lengths(table(*enough, longest, *few))
+    assert line["D"] == 64 and line["kind"] == "dense"
+    assert line["around the steps, µs"] == pytest.approx(-100)
+    assert line["for 1024 keys, µs"] == pytest.approx(20.48)
+    assert line["off by at most, µs"] == pytest.approx(0, abs=1e-9)
+
+
 def test_calls_in_turn_stand_beside_their_windows():
     """Of a call that both tables have the lower window; not how a call stood that no table has now."""
     twice, gone = Cell("dense", Shape(4, 16, 4096, 128, False)), plane.cell("gqa8", 96, 1024, "float16")
