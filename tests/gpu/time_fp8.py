@@ -10,7 +10,8 @@ the peers of `attnlib.bench.fp8_peers`; TFLOP/s. `quantizing`: each role with ea
 to move, 2 bytes read and 1 written for an element, and % of a device copy of as many bytes. `mean`: errors
 with values of a mean, centered and not; nothing is timed. All that is compared is timed in the same shuffled
 rounds, cold L2, with a control row. Outputs are judged before and after, on the first and the last head: the
-RMS error against fp64 may be 1.5 times that of the model, of peers 4 times.
+RMS error against fp64 may be 1.5 times that of the model, of peers 4 times. A table is written when it is
+done.
 Status 0 when all of attnlib's were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
@@ -271,23 +272,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.tune:
         tune(SWEEP)
         return 0
-    tables: dict[str, list[dict[str, Any]]] = {"attention": [], "quantizing": []}
-    plan = [("quantizing", QUANTIZED, quantizing_rows), ("attention", SHAPES, attention_rows)]
-    for table, shapes, rows in plan:
-        for shape in shapes:
-            for row in rows(shape, SWEEP):
-                print(show(row), flush=True)
-                tables[table].append(row)
-            torch.cuda.empty_cache()
-    tables["mean"] = []
-    for row in mean_rows(128):
-        print(show(row), flush=True)
-        tables["mean"].append(row)
-    ours = [row for rows in tables.values() for row in rows if row["impl"].startswith("attnlib")]
     header = records.provenance(harness.method(SWEEP, OURS) | {"bytes": "2 read, 1 written for an element"})
     path = records.report_path("fp8", header, args.out)
-    tables = {name: {"rows": rows} for name, rows in tables.items()}
-    records.write_report(path, {"notebook": "fp8", **header}, tables)
+    plan = [("quantizing", QUANTIZED, quantizing_rows), ("attention", SHAPES, attention_rows)]
+    plan.append(("mean", [128], lambda head_dim, setting: mean_rows(head_dim)))
+    ours = []
+    for table, calls, rows in plan:
+        found = []
+        for call in calls:
+            for row in rows(call, SWEEP):
+                print(show(row), flush=True)
+                found.append(row)
+            torch.cuda.empty_cache()
+        records.add_table(path, header, table, found)
+        ours += [row for row in found if row["impl"].startswith("attnlib")]
     print(path)
     return int(any(row["status"] != "ok" for row in ours))
 
