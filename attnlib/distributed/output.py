@@ -62,7 +62,8 @@ def row_parallel_output(
     The gradients of q, k, v and `weight` are this rank's own and need no communication: the gradient of the
     result has to be the same on all ranks, as it is where they all compute the same loss from it.
 
-    Under `torch.compile` a graph breaks at it, so `fullgraph=True` is an error of PyTorch's.
+    Under `torch.compile` a graph breaks at it: what is before and after it is compiled. With `fullgraph=True`
+    PyTorch refuses it: "Unsupported: Skip calling `torch.compiler.disable()`d function".
 
     Args:
         q: (B, H, S, D), this rank's heads. No copy is made for the projection where memory has the order

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import INTERPRETER_REMARKS
 from chosen import in_turn
+from inductor import can_run_inductor
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -308,15 +309,6 @@ def test_a_graph_made_without_gradients_can_give_them(device):
     found = torch.autograd.grad(out.sum(), (q, k, v))
     expected = torch.autograd.grad(attention(q, k, v, causal=True).sum(), (q, k, v))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def can_run_inductor() -> bool:
-    from torch._inductor import cpp_builder
-
-    try:
-        return bool(cpp_builder.get_cpp_compiler())
-    except Exception:  # of several kinds: no compiler here
-        return False
 
 
 def test_inductor(device, monkeypatch):

@@ -10,6 +10,7 @@ import distributed_jobs as jobs
 import pytest
 import torch
 from distributed_jobs import Case
+from inductor import can_run_inductor
 from ranks import Ranks
 
 from attnlib import distributed as cp
@@ -127,6 +128,15 @@ def test_in_a_compiled_function(two, backend):
         assert off <= EXACT
         for error in errors:
             assert error.startswith("Unsupported: Skip calling `torch.compiler.disable()`d function"), error
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_varlen", "row_parallel_output"])
+def test_in_a_module_compiled_by_inductor(two, name):
+    """One graph before the call and one after it."""
+    if not can_run_inductor():
+        pytest.skip("inductor needs a C++ compiler")
+    for off, graphs in two.run(jobs.compiled_by_inductor, name):
+        assert off <= 4 * EXACT and graphs == 2
 
 
 ON_A_CPU = {

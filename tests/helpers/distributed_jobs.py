@@ -371,6 +371,53 @@ def compiled(backend: str) -> tuple[float, list[str]]:
     return off, [error.partition("\n")[0] for error in errors]
 
 
+class Between(torch.nn.Module):
+    """A call with work before and after it, as in a layer of a model."""
+
+    def __init__(self, call, width: int) -> None:
+        super().__init__()
+        self.call = call
+        self.before, self.after = torch.nn.Linear(16, 48), torch.nn.Linear(width, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = torch.nn.functional.silu(self.before(x) * 2).chunk(3, -1)
+        return self.after(torch.nn.functional.gelu(self.call(q, k, v)) + 1)
+
+
+def compiled_by_inductor(name: str) -> tuple[float, int]:
+    """A module around the function of this name, compiled by PyTorch's own compiler: how far the output and
+    all gradients are from those without a compiler, as a part of the largest number; and how many graphs were
+    compiled."""
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+
+    torch.manual_seed(2)
+    options = {"causal": True, "impl": "reference", "timeout": 200}
+    offsets, weight = torch.tensor([0, 24, 64], dtype=torch.int32), torch.randn(24, 64)
+    x = torch.randn(2, 4, 32, 16)
+    if name == "attention":
+        module = Between(lambda *qkv: cp.attention(*qkv, **options), 16)
+    elif name == "attention_varlen":
+        x = x[0].transpose(0, 1)
+        module = Between(lambda *qkv: cp.attention_varlen(*qkv, offsets, 40, **options), 16)
+    else:
+        module = Between(lambda *qkv: cp.row_parallel_output(*qkv, weight, chunks=3, **options), 24)
+    torch._dynamo.reset()
+    counters.clear()
+    found = []
+    # Processes that import PyTorch, to compile in and to find out which vectors run here, take half a minute.
+    quick = {"compile_threads": 1, "cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}
+    with config.patch(quick):
+        for layer in (module, torch.compile(module)):
+            given = x.clone().requires_grad_()
+            module.zero_grad()
+            out = layer(given)
+            out.square().sum().backward()
+            found.append([out.detach(), given.grad, *(p.grad.clone() for p in module.parameters())])
+    off = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*found, strict=True))
+    return off, counters["stats"]["unique_graphs"]
+
+
 def readme(code: str) -> list[float]:
     """README's example, paragraph by paragraph: how far from one process the joined output is, this rank's
     varlen tokens, and the projected output, as a part of the largest number."""
