@@ -29,11 +29,13 @@ MOST_CHUNKS, LEAST_ROWS = 4, 1024
 
 class Layer(NamedTuple):
     """A call besides its tensors. spans: the rows of each chunk, in order. `params.window` is that of the
-    whole sequence."""
+    whole sequence. spare: multiprocessors that attention of each chunk after the first leaves to the
+    AllReduce that was started before it, as `rotation.SPARE` does for keys; not timed yet."""
 
     links: Links
     params: Params
     spans: tuple[range, ...]
+    spare: int = 0
 
 
 @torch.compiler.disable
@@ -144,7 +146,8 @@ def forward(
     for span in layer.spans:
         keys, window = seen_by(span, S, k.shape[2], layer.params.window)
         part = q[:, :, as_slice(span)], k[:, :, as_slice(keys)], v[:, :, as_slice(keys)]
-        out, lse = dispatch.forward(*part, layer.params._replace(window=window))
+        spare = layer.spare if flights else 0
+        out, lse = dispatch.forward(*part, layer.params._replace(window=window, spare=spare))
         chunk = y[as_slice(span)]
         rows = out.permute(2, 0, 1, 3).reshape(len(span) * B, H * D)
         torch.mm(rows, weight.t(), out=chunk.view(len(span) * B, len(weight)))

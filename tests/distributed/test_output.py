@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import output_jobs as jobs
 import pytest
@@ -12,7 +13,7 @@ from output_jobs import Layer
 from attnlib.distributed import output
 from attnlib.distributed.output import seen_by, spans_of
 from attnlib.kernels.reference.gradients import visible
-from attnlib.params import MaskWindow
+from attnlib.params import MaskWindow, Params
 
 LAYERS = [
     Layer(chunks, causal, window)
@@ -103,6 +104,23 @@ def test_chunks():
     assert [len(span) for span in spans_of(3, 10)] == [3, 3, 4]
     assert spans_of((6, 4), 10) == (range(6), range(6, 10))
     assert [len(spans_of(None, rows)) for rows in (1, 1024, 3000, 1 << 20)] == [1, 1, 2, 4]
+
+
+def test_room_for_the_sums(monkeypatch):
+    """Attention of the chunks after the first leaves multiprocessors to NCCL if asked to, else none."""
+    found, attend = [], output.dispatch.forward
+
+    def seen(q, k, v, params):
+        found.append(params.spare)
+        return attend(q, k, v, params)
+
+    monkeypatch.setattr(output.dispatch, "forward", seen)
+    x, flight = torch.randn(1, 2, 12, 8), SimpleNamespace(wait=lambda: None)
+    params = Params(MaskWindow(None, 0), 0.3, return_lse=True, impl="reference")
+    layer = output.Layer(SimpleNamespace(sum=lambda chunk: flight), params, spans_of(3, 12))
+    both = layer, layer._replace(spare=16)
+    results = [output.forward(x, x, x, torch.ones(4, 16), each)[0] for each in both]
+    assert found == [0, 0, 0, 0, 16, 16] and torch.equal(*results)
 
 
 WINDOWS = [MaskWindow(None, 0), MaskWindow(None, None), MaskWindow(3, 0), MaskWindow(2, 4),

@@ -51,6 +51,7 @@ from attnlib.bench.shapes import Shape  # noqa: E402
 from attnlib.book.cooperative import HostLayer  # noqa: E402
 from attnlib.distributed import output, row_parallel_output  # noqa: E402
 from attnlib.distributed.links import CTAS, links_of  # noqa: E402
+from attnlib.distributed.rotation import SPARE  # noqa: E402
 from attnlib.params import MaskWindow, Params  # noqa: E402
 
 RECORD = "fastattention"
@@ -338,8 +339,8 @@ def layer_calls(length: int, own: list[torch.Tensor], short: bool) -> dict[str, 
     links = links_of(dist.group.WORLD, own[0].device, 120.0, "time_fastattention")
     params = Params(MaskWindow(None, 0), HEAD_DIM**-0.5, return_lse=True, impl=IMPL)
 
-    def call(chunks: int | Sequence[int], through: Any = links) -> Call:
-        layer = output.Layer(through, params, output.spans_of(chunks, length))
+    def call(chunks: int | Sequence[int], through: Any = links, spare: int = 0) -> Call:
+        layer = output.Layer(through, params, output.spans_of(chunks, length), spare)
         return lambda: output.forward(*own, layer)[0]
 
     def name(count: int) -> str:
@@ -353,6 +354,7 @@ def layer_calls(length: int, own: list[torch.Tensor], short: bool) -> dict[str, 
             calls[f"{COMPUTE}, {name(count)}"] = call(count, NoSum())
     calls |= {key: call([length * part // 16 for part in parts]) for key, parts in UNEVEN.items()}
     calls |= {f"{name(4)}, a pause": call(4, Paused(links)), name(4) + CONTROL: call(4)}
+    calls[f"{name(4)}, room for NCCL"] = call(4, spare=SPARE)
     calls["row_parallel_output"] = lambda: row_parallel_output(*own, causal=True, chunks=4, impl=IMPL)
     return calls
 
