@@ -23,11 +23,12 @@ HEAD_START = 4_000_000
 
 
 class Window(NamedTuple):
-    """ms of a call on each rank, and its SM clock in MHz meanwhile; None where a rank had nothing to do, or
-    the clock is unknown."""
+    """ms of a call on each rank, and meanwhile its SM clock in MHz and its mean power in W; None where a rank
+    had nothing to do, or it is unknown, as power is in windows of less than a second or so."""
 
     rank_ms: list[float | None]
     sm_mhz: list[float | None]
+    watts: list[float | None]
 
     @property
     def ms(self) -> float:
@@ -59,12 +60,14 @@ def window(
     wait()
     dist.barrier()
     wait()
-    found = torch.tensor([math.nan, math.nan], device=device())
+    found = torch.full((len(Window._fields),), math.nan, device=device())
     if not alone or dist.get_rank() == 0:
         with power.Sampler() as sampler:
             taken = _timed(call, count, settle, clocks)
-        mhz = sampler.medians(settled=True)[0] if device().type == "cuda" else None
-        found = torch.tensor([taken, math.nan if mhz is None else mhz], device=device())
+        seen = sampler.medians(settled=True)[0], sampler.mean_watts()
+        if device().type == "cpu":
+            seen = None, None
+        found = torch.tensor([math.nan if x is None else x for x in (taken, *seen)], device=device())
     every = [torch.empty_like(found) for _ in range(dist.get_world_size())]
     dist.all_gather(every, found)
     rows = zip(*(rank.tolist() for rank in every), strict=True)

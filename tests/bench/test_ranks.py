@@ -29,7 +29,8 @@ def test_covered():
 
 
 def test_a_windows_time_is_that_of_the_slowest_rank():
-    assert Window([2.0, 3.0], [None, 1400.0]).ms == 3.0 and Window([2.0, None], [None, None]).ms == 2.0
+    assert Window([2.0, 3.0], [None, 1400.0], [None] * 2).ms == 3.0
+    assert Window([2.0, None], [None, None], [None] * 2).ms == 2.0
 
 
 def test_records_of_other_numbers_of_gpus_have_other_names():

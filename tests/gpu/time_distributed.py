@@ -7,6 +7,8 @@
                                                      one setting in one pass, and `calls`
     python tests/gpu/time_distributed.py --rounds 12 --seconds 480   longer, and surer
     python tests/gpu/time_distributed.py --lengths 65536 --seconds 90          less; --out FILE elsewhere
+    python tests/gpu/time_distributed.py --lengths 65536 --window-ms 1500 --rounds 4 --out FILE
+                                                     with each GPU's power, too
     python tests/gpu/time_distributed.py --long --rounds 3            only calls of seconds, with the peers:
                                                      `distributed_long`
 
@@ -171,7 +173,8 @@ class Sampled(NamedTuple):
         return {"status": "ok", "ms": statistics.median(taken), "ms_low": min(taken), "ms_high": max(taken),
                 "round_ms": taken, "rounds": len(taken),
                 "rank_ms": medians([window.rank_ms for window in self.windows]),
-                "sm_mhz": medians([window.sm_mhz for window in self.windows])}  # fmt: skip
+                "sm_mhz": medians([window.sm_mhz for window in self.windows]),
+                "watts": medians([window.watts for window in self.windows])}  # fmt: skip
 
 
 def medians(windows: Sequence[Sequence[float | None]]) -> list[float | None]:
@@ -403,9 +406,12 @@ def show(row: dict[str, Any]) -> str:
     head = f"{row['call']:14} {row['pass']:8} {row['impl']:42}"
     if "ms" not in row:
         return f"{head} {row['status']} {row.get('reason', '')}"
-    clocks = "/".join("-" if mhz is None else f"{mhz:.0f}" for mhz in row["sm_mhz"])
+    clocks, watts = (
+        "/".join("-" if x is None else f"{x:.0f}" for x in row[name]) for name in ("sm_mhz", "watts")
+    )
+    power = f" {watts} W" if watts.strip("-/") else ""
     times = f"{row['ms']:9.3f} ms ({row['ms_low']:.3f} to {row['ms_high']:.3f}, {row['rounds']} rounds)"
-    return f"{head} {times} {clocks:>9} MHz {row.get('speedup', 0):.3f}x"
+    return f"{head} {times} {clocks:>9} MHz{power} {row.get('speedup', 0):.3f}x"
 
 
 class Report:
@@ -419,6 +425,7 @@ class Report:
             "nccl_programs": links.CTAS, "settle_ms": SETTLE_MS, "timed_ms": TIMED_MS,
             "timed": "windows of calls back to back, after some that do not count; slowest rank, median of "
             "rounds", "sm_mhz": "of each rank, NVML, the second half of a window, median of rounds",
+            "watts": "of each rank, by the board's counter of energy, from windows of a second on",
         })  # fmt: skip
         self.header["gpu"]["name"] = self.header["gpu"]["name"] or "cpu"
         name = ranks.record_name(RECORD + "_long" * args.long, dist.get_world_size())
@@ -454,6 +461,8 @@ def ordered(lengths: Sequence[int], long: bool = False) -> list[tuple[int, bool,
 
 
 def work(rank: int, count: int, args: argparse.Namespace, where: str) -> int:
+    global TIMED_MS
+    TIMED_MS = args.window_ms
     ranks.join(rank, count, where)
     report, until = Report(args), time.monotonic() + args.seconds
     case_of = (lambda n, causal: Case(n, causal, count, 16, "reference")) if args.device == "cpu" else Case
@@ -497,6 +506,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--passes", default="forward,backward", help="of --tune (default: %(default)s)")
     parser.add_argument("--settings", default="", help="of --tune: those with this in their names")
     parser.add_argument("--rounds", type=int, help="of each call (default: by the time that is there)")
+    parser.add_argument("--window-ms", type=float, default=TIMED_MS,
+                        help="a window's least length (default: %(default)s)")  # fmt: skip
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/distributed.json)")
     args = parser.parse_args(argv)
