@@ -221,6 +221,43 @@ def test_the_reason_says_what_is_wrong(case):
     assert "expected shape (1, 2, 96, 32) torch.float16" in oracle.judge(outputs["wrong shape"]).reason
 
 
+def large_elements(count):
+    """(oracle, a good output) of a row that is the mean of two keys' values, 64 columns. The first `count`
+    are 2.5 and 15% of an ulp, which every path rounds to 2.5, and column 4 is 2.5; the others are small."""
+    v = torch.rand(1, 1, 2, 64, generator=torch.Generator().manual_seed(0)) / 2 + 0.5
+    v[..., :5] = torch.tensor([5.0, 0.0])[:, None]
+    v[0, 0, 1, :count] = 0.3 * 2**-9
+    q, k = torch.zeros(1, 1, 1, 64).half(), torch.zeros(1, 1, 2, 64).half()
+    oracle = Oracle(q, k, v.half())
+    return oracle, oracle.out.half()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_large_element_that_rounds_the_other_way_passes(count):
+    """A weight that was rounded before moves it over the middle, and the budget does not know."""
+    oracle, out = large_elements(count)
+    out[..., :count] += 2**-9
+    verdict = oracle.judge(out)
+    assert verdict.max_error > oracle.budget.max, "the largest error of two paths, which were lucky"
+    assert verdict.ok and verdict.max_error <= verdict.budget.max < 1.5 * 2**-9, verdict.reason
+    assert verdict.budget.rms == oracle.budget.rms
+    assert not oracle.judge(out, torch.zeros(1, 1, 1)).ok, "an LSE is judged as ever"
+
+
+@pytest.mark.parametrize(
+    ("count", "columns", "off"),
+    [(1, slice(0, 1), 2**-8), (4, slice(0, 4), 2**-9), (1, slice(4, 5), 2**-9), (1, slice(9, 10), 2**-9)],
+    ids=["two ulps", "four elements", "representable", "a small element"],
+)
+def test_other_errors_of_few_elements_fail(count, columns, off):
+    oracle, out = large_elements(count)
+    assert oracle.judge(out).ok
+    out[..., columns] += off
+    verdict = oracle.judge(out)
+    assert verdict.rms_error <= verdict.budget.rms and verdict.budget == oracle.budget
+    assert not verdict.ok and verdict.reason.startswith("max error")
+
+
 def test_lse_is_judged(case):
     q, k, v, oracle = case
     out, lse = fused(q, k, v, True, 32**-0.5)
