@@ -27,12 +27,20 @@ _made: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()
 def of_torch(mask: Any, q: torch.Tensor) -> Any:
     """The `attnlib.BlockMask` of a `torch.nn.attention.flex_attention.BlockMask` for a call with queries q
     (B, H, S_q, D), kept as long as that lives and has the same lists and the same function. A tensor that its
-    function reads must not change: make another mask then. Anything else as it is; so is torch's where a
-    graph is compiled, which could not make one."""
+    function reads must not change: make another mask then. Anything else as it is, and so is torch's in a
+    graph that is exported, which is refused. One that is compiled breaks here, or with fullgraph=True fails:
+    to make a mask takes numbers that no graph has."""
     if mask is None or type(mask) is BlockMask:  # nearly always
         return mask
-    if not is_torch_mask(mask) or torch.compiler.is_dynamo_compiling():
+    # Of a graph that dynamo makes both are true, exported or not.
+    exported = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    if exported or not is_torch_mask(mask):
         return mask
+    return _between_graphs(mask, q)
+
+
+@torch.compiler.disable(reason="attnlib.BlockMask.from_torch makes one of it, outside of the graph")
+def _between_graphs(mask: Any, q: torch.Tensor) -> BlockMask | None:
     if not isinstance(q, torch.Tensor) or q.dim() != 4:
         return None  # the call is refused for that
     parts = tuple(getattr(mask, name) for name in PARTS)

@@ -122,12 +122,34 @@ def test_a_mask_of_torchs_that_was_changed_is_made_again():
     assert torch.equal(attention(q, k, v, block_mask=theirs, impl="reference"), expected)
 
 
-def test_a_compiled_graph_makes_no_mask_of_torchs():
-    q = torch.randn(1, 2, 200, 16)
+@pytest.fixture
+def with_torchs_mask():
+    """A call under a mask of torch's, its input, and the output under attnlib's."""
     theirs = create_block_mask(FUNCTIONS["stripes"], None, None, 200, 200, device="cpu")
-    call = lambda x: attention(x, x, x, block_mask=theirs, impl="reference")  # noqa: E731
+    x = torch.randn(1, 2, 200, 16)
+    expected = attention(x, x, x, block_mask=BlockMask.from_torch(theirs), impl="reference")
+    torch._dynamo.reset()  # or a test with fullgraph=True runs what the one before it compiled
+    return lambda x: attention(x, x, x, block_mask=theirs, impl="reference"), x, expected
+
+
+def test_a_compiled_graph_breaks_for_a_mask_of_torchs(with_torchs_mask):
+    call, x, expected = with_torchs_mask
+    assert torch.equal(torch.compile(call, backend="eager")(x), expected)
+
+
+def test_a_whole_graph_makes_no_mask_of_torchs(with_torchs_mask):
+    call, x, _ = with_torchs_mask
     with pytest.raises(Exception, match="attnlib.BlockMask.from_torch makes one of it, outside of the graph"):
-        torch.compile(call, fullgraph=True)(q)
+        torch.compile(call, backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_graph_makes_no_mask_of_torchs(with_torchs_mask, strict):
+    call, x, _ = with_torchs_mask
+    module = torch.nn.Module()
+    module.forward = call
+    with pytest.raises(Exception, match="attnlib.BlockMask.from_torch makes one of it, outside of the graph"):
+        torch.export.export(module, (x,), strict=strict)
 
 
 def test_full_blocks_of_torch_are_full_whatever_the_function_says():
