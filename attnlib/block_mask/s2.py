@@ -136,8 +136,9 @@ class S2Pattern:
         return 2 * blocks * self.block_size * head_dim * itemsize
 
     def paged(self, k: torch.Tensor, v: torch.Tensor) -> KeptPages:
-        """What a cache keeps of the keys and values (B, Hkv, S, D) of S tokens, a page for each block; where
-        the block size is a power of two, `attention_decode` reads it, for the query (B, H, 1, D) of token S::
+        """What a cache keeps of the keys and values (B, Hkv, S, D) of S tokens, a page for each block, copied
+        out of all of them: `attnlib.S2Cache` takes tokens as they come instead. `attention_decode` reads it,
+        for the query (B, H, 1, D) of token S::
 
             pages = pattern.paged(k, v)
             out = attention_decode(q.view(B * Hkv, H // Hkv, 1, D), pages.k_cache, pages.v_cache,

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import attnlib.hf
 from attnlib import (
     BlockMask,
+    S2Cache,
     S2Pattern,
     Score,
     attention,
@@ -487,6 +488,20 @@ def kv_cache(device) -> str:
         torch.testing.assert_close(part, whole[:, :, begin:end], rtol=1e-5, atol=1e-5)
         begin = end
     return "yes"
+
+
+@row("KV cache that forgets what no later token sees (S2-Attention), and uses its pages again")
+def s2_cache(device) -> str:
+    """130 tokens, the last one in a block that took another one's page."""
+    pattern = S2Pattern(heads=2, local_blocks=1, stride=2)
+    q, k, v = make_inputs(Shape(1, 2, 130, 16), device=device)
+    cache = S2Cache(pattern, 1, 16, 130, q.dtype, device)
+    cache.append(k[:, :, :129], v[:, :, :129])
+    out = cache.decode(*(x[:, :, 129:] for x in (q, k, v)))
+    seen = pattern.mask(130, device).to_dense()[:, :, 129:]
+    Oracle(q[:, :, 129:], k, v, mask=seen).judge(out).raise_if_bad("S2Cache")
+    assert cache.used == 4 and cache.bytes == 2 / 3 * cache.full_bytes
+    return "yes, `S2Cache`"
 
 
 @row("paged KV cache, decoding split over the keys")
