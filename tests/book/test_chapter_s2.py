@@ -51,10 +51,25 @@ def test_planted_mistakes_are_found(old, new):
         judge(planted, S2Pattern(3, local_blocks=2, stride=3), 330)
 
 
-def test_decoding_from_kept_blocks():
-    text = "from attnlib import attention_decode\n\n" + "\n\n".join(
+def open_cells():
+    """The functions of the chapter that decode."""
+    text = "import torch\n\nfrom attnlib import S2Cache, attention_decode\n\n" + "\n\n".join(
         sources.cells_tagged(sources.notebook_of(STEP), "variant"))  # fmt: skip
-    decode_kept = sources.load_source("33_open_cells", text).decode_kept
+    return sources.load_source("33_open_cells", text)
+
+
+def test_generating():
+    """Past two ends of blocks."""
+    pattern = S2Pattern(4, 2, local_blocks=1, stride=2)
+    q, k, v = make_inputs(Shape(1, 4, 260, 32, False, heads_kv=2))
+    out, cache = open_cells().generated(q, k, v, pattern, 190)
+    mask = pattern.mask(260, q.device).to_dense()[:, :, 190:]
+    Oracle(q[:, :, 190:], k, v, mask=mask).judge(out).raise_if_bad("generated")
+    assert cache.bytes == pattern.cache_bytes(260, 32)
+
+
+def test_decoding_from_kept_blocks():
+    decode_kept = open_cells().decode_kept
     pattern = S2Pattern(4, 2, local_blocks=1, stride=2)
     q, k, v = make_inputs(Shape(2, 4, 1, 32, False, heads_kv=2, seqlen_k=330))
     mask = pattern.mask(330, q.device).to_dense()[:, :, -1:].expand(2, -1, -1, -1)
