@@ -14,7 +14,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from attnlib.bench import timing  # noqa: E402
-from attnlib.bench.setting import Setting  # noqa: E402
+from attnlib.bench.setting import ONCE, Setting  # noqa: E402
 
 Key = TypeVar("Key")
 
@@ -35,10 +35,15 @@ def in_rounds(
     return samples
 
 
-def in_turn(calls: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, list[float]]:
+def in_turn(
+    calls: Mapping[Key, Callable[[], Any]], rounds: int, flush: bool = False
+) -> dict[Key, list[float]]:
     """Milliseconds of single calls, in shuffled rounds of one call each without a pause. At the power limit
     the clock changes from one window to the next by more than calls differ; here each call has the clock that
     the others leave it. For calls of a millisecond or more: L2 is as the call before leaves it.
+
+    flush: as `time_plane.py --settled` does it, with a call before each one that counts, and a cold L2; the
+    GPU computes nothing for 0.3 ms meanwhile. Kernels at the power limit may stand in another order then.
     """
     samples: dict[Key, list[float]] = {name: [] for name in calls}
     begin = time.monotonic()
@@ -49,6 +54,9 @@ def in_turn(calls: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, li
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for i in range(rounds):
         for name in _shuffled(calls, i):
+            if flush:
+                samples[name] += timing.samples_ms(calls[name], 1.0, ONCE, cold=True)
+                continue
             start.record()
             calls[name]()
             end.record()

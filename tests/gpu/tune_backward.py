@@ -4,6 +4,7 @@
     python tests/gpu/tune_backward.py 192-causal-4096 192/128-varlen-1024 --vary pause_every=2,4 \
         --vary early_mask=0,1 --rounds 4
     python tests/gpu/tune_backward.py 256-gqa4-512 --vary visited=1,2,4 --vary l2_bytes=8M,40M
+    python tests/gpu/tune_backward.py 128-dense-16384 --vary persistent=0,1 --in-turn --flush --rounds 60
 
 A cell is D-kind-length, or D/Dv-kind-length, -float16 behind it or nothing for bfloat16; kinds and sizes are
 those of the plane (`bench.plane`); of varlen sequences the average is about that long. Forms: "default", what

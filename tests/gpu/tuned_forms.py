@@ -46,6 +46,7 @@ def parser_of(description: str, cells: str) -> argparse.ArgumentParser:
     parser.add_argument("--vary", action="append", default=[], metavar="FIELD=VALUE,VALUE")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--in-turn", action="store_true", help="single calls without pauses, for long ones")
+    parser.add_argument("--flush", action="store_true", help="of --in-turn: as time_plane.py --settled does")
     parser.add_argument("--seconds", type=float, default=400, help="begin no cell after so many")
     return parser
 
@@ -158,15 +159,19 @@ def judge(name: str, calls: dict[str, Callable[[], Any]], wrong: Callable[[Any],
 
 
 class Rounds(NamedTuple):
-    """How often forms are timed, and whether as `rounds.in_turn` or as `rounds.in_rounds` does it."""
+    """How often forms are timed, and whether as `rounds.in_turn` (and its `flush`) or as `rounds.in_rounds`
+    does it."""
 
     number: int
     in_turn: bool = False
+    flush: bool = False
 
 
 def times(calls: Mapping[str, Callable[[], Any]], rounds: Rounds) -> dict[str, list[float]]:
     """Milliseconds of each in shuffled rounds."""
-    return in_turn(calls, rounds.number) if rounds.in_turn else in_rounds(calls, rounds.number, SHORT)
+    if rounds.in_turn:
+        return in_turn(calls, rounds.number, rounds.flush)
+    return in_rounds(calls, rounds.number, SHORT)
 
 
 # ---------------------------------------------------------------- tables
@@ -253,6 +258,8 @@ def run(
     """
     parser = parser_of(description, cells)
     args, begin = parser.parse_args(argv), time.monotonic()
+    if args.flush and not args.in_turn:
+        parser.error("--flush: expected --in-turn, too")
     if default_needs_gpu and no_hopper():
         return 2
     try:
@@ -263,4 +270,5 @@ def run(
         return 2
     failed = compile_all(forms)
     print(f"compiled after {time.monotonic() - begin:.0f} s", *failed, sep="\n", flush=True)
-    return tell(report, forms, Rounds(args.rounds, args.in_turn), begin + args.seconds, over)
+    rounds = Rounds(args.rounds, args.in_turn, args.flush)
+    return tell(report, forms, rounds, begin + args.seconds, over)
