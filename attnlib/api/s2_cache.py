@@ -32,8 +32,9 @@ class S2Cache:
     token of a block comes, the block that is no longer near gives its page back, unless its head keeps it for
     good; the next block that begins, of whichever head, takes the page. So as many pages are in use as
     `S2Pattern.cached` lists blocks, at every length. The memory is allocated once, for sequences of `room`
-    tokens, and no key or value is moved once it is there. After the prompt, the host sends a few numbers to
-    the device at the first token of a block, none at other tokens, and never waits for it.
+    tokens, and no key or value is moved once it is there. After the prompt, where all sequences get a token
+    at a time, the host sends a few numbers to the device at the first token of a block, none at other tokens.
+    It never waits for it.
 
         pattern = S2Pattern(heads=16)
         cache = S2Cache(pattern, batch=4, head_dim=128, room=65536, dtype=torch.bfloat16, device="cuda")
@@ -43,6 +44,9 @@ class S2Cache:
 
     Inference only: nothing has a gradient. What was forgotten does not come back, so tokens cannot be taken
     out again, as speculative decoding would ask for.
+
+    The host counts tokens. So under `torch.compile` a graph breaks at `append`, `attend` and `decode`: what
+    is before and after them is compiled. A CUDA graph can't capture `append` and `decode`: they refuse it.
 
     Args:
         pattern: which blocks the heads see; its block size is that of a page.
@@ -122,6 +126,7 @@ class S2Cache:
 
     # ------------------------------------------------------------ new tokens
 
+    @torch.compiler.disable
     def append(self, k: torch.Tensor, v: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         """Take in the next tokens of all sequences: a prompt, or one token and more.
 
@@ -133,7 +138,7 @@ class S2Cache:
         Raises:
             TypeError: an argument has the wrong type or dtype.
             ValueError: a shape, a device or a count does not fit, or there is no room.
-            RuntimeError: a tensor requires grad.
+            RuntimeError: a tensor requires grad, or a CUDA graph is being captured.
         """
         self._take(k, v, checks.check_append(self, k, v, counts))
 
@@ -224,6 +229,7 @@ class S2Cache:
 
     # ------------------------------------------------------------ attention
 
+    @torch.compiler.disable
     def attend(
         self, q: torch.Tensor, *, sm_scale: float | None = None, return_lse: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -253,6 +259,7 @@ class S2Cache:
             return found[0].reshape(q.shape), found[1].reshape(B, H, n)
         return found.reshape(q.shape)
 
+    @torch.compiler.disable
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sm_scale: float | None = None
     ) -> torch.Tensor:
@@ -271,7 +278,7 @@ class S2Cache:
         Raises:
             TypeError, ValueError, RuntimeError: as `append`.
         """
-        checks.check_decode(self, q, k, v)
+        checks.check_decode(self, q, k, v, sm_scale)
         size, n, at, found = self.pattern.block_size, q.shape[2], 0, []
         while at < n:
             rest = min(size - tokens % size for tokens in self.tokens)

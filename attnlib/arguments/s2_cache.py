@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attnlib.arguments.common import DTYPES, check_dense, check_head_dim, check_int, type_name
+from attnlib.arguments.common import DTYPES, check_dense, check_head_dim, check_int, check_scale, type_name
 
 MOST_QUERIES = 16
 
@@ -27,6 +27,10 @@ def check_new(pattern, batch, head_dim, room, dtype) -> None:
 
 def check_append(cache, k, v, counts) -> list[int]:
     """How many tokens each sequence gets."""
+    if cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "S2Cache: expected no CUDA graph under capture: the host would not count the tokens of a replay"
+        )
     heads = cache.pattern.key_heads
     _check_like("k", k, cache, heads)
     _check_like("v", v, cache, heads)
@@ -68,10 +72,12 @@ def check_queries(cache, q) -> None:
     _check_like("q", q, cache, cache.pattern.heads)
 
 
-def check_decode(cache, q, k, v) -> None:
-    """One query for each new token."""
-    check_queries(cache, q)
+def check_decode(cache, q, k, v, sm_scale) -> None:
+    """One query for each new token; and what `attention_decode` would refuse when tokens are in already."""
     check_append(cache, k, v, None)
+    check_queries(cache, q)
+    if sm_scale is not None:
+        check_scale(sm_scale, False)
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q: expected {k.shape[2]} queries, one for each token of k, got {q.shape[2]}")
 

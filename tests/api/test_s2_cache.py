@@ -13,6 +13,7 @@ import torch
 from cases import INTERPRETER_REMARKS, judge_forward
 from mutations import Mutation, load
 from s2_cases import GROUPED, HYBRID, PATTERNS, SMALL, WIDE, defined
+from torch._dynamo.testing import CompileCounter
 
 from attnlib import S2Cache, S2Pattern, attention_decode, dispatch
 from attnlib.api import s2_cache
@@ -336,6 +337,10 @@ WRONG = [
      "takes tokens of several blocks"),
     ("decode", (zeros(2, 4, 2, D), ONE, ONE), ValueError,
      "q: expected 1 queries, one for each token of k, got 2"),
+    ("decode", (ONE, ONE, ONE, {"sm_scale": "1"}), TypeError,
+     "sm_scale: expected a number or None, got str"),
+    ("decode", (ONE, ONE, ONE, {"sm_scale": 1e27}), ValueError,
+     "sm_scale: expected a number from -1e26 to 1e26, got 1e+27"),
     ("decode", (ONE, ONE, zeros(2, 4, 2, D)), ValueError,
      "v: expected shape (2, 4, 1, 16) as k has, got (2, 4, 2, 16)"),
 ]  # fmt: skip
@@ -347,8 +352,9 @@ def test_what_is_wrong_is_named_and_nothing_is_changed(method, given, error, mes
     cache.append(zeros(2, 4, 130, D), zeros(2, 4, 130, D), [130, 120])
     cache.append(ONE, ONE, [0, 0])
     before = repr(cache), cache.pages.lengths.tolist()
+    options = given[-1] if isinstance(given[-1], dict) else {}
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        getattr(cache, method)(*given)
+        getattr(cache, method)(*given[: len(given) - bool(options)], **options)
     assert (repr(cache), cache.pages.lengths.tolist()) == before
 
 
@@ -357,3 +363,30 @@ def test_without_gradients_tensors_may_require_them() -> None:
     with torch.no_grad():
         out = cache.decode(given, given, given)
     assert not out.requires_grad and not cache.pages.k_cache.requires_grad
+
+
+@pytest.mark.parametrize("method", ["append", "decode"])
+def test_a_graph_under_capture_is_refused(method: str, monkeypatch) -> None:
+    """A replay would write tokens beyond the end of a page: nobody counts them."""
+    cache = new(SMALL, 200)
+    cache.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="^S2Cache: expected no CUDA graph under capture: the host would"):
+        getattr(cache, method)(*[ONE] * {"append": 2, "decode": 3}[method])
+    assert cache.tokens == [0, 0]
+
+
+# ---------------------------------------------------------------- in a compiled model
+
+
+def test_a_compiled_model_is_not_compiled_for_each_token(by_reference) -> None:
+    """One graph before the call and one after it, however many tokens come and blocks begin."""
+    q, k, v = tokens_of(SMALL, 140)
+    cache, plain, counter = new(SMALL, 140), new(SMALL, 140), CompileCounter()
+    torch._dynamo.reset()
+    layer = torch.compile(lambda q, k, v: cache.decode(q * 2, k, v) + 1, backend=counter)
+    for t in range(140):
+        now = [x[:, :, t : t + 1] for x in (q, k, v)]
+        assert torch.equal(layer(*now), plain.decode(now[0] * 2, *now[1:]) + 1)
+    assert counter.frame_count == 2
+    check_pages(cache, k, v)
