@@ -75,15 +75,16 @@ class S2Cache:
         heads = range(pattern.key_heads)
         most = [len(pattern.cached(room, head)) for head in heads]
         shape, rows = (batch * sum(most), 1, pattern.block_size, head_dim), batch * len(heads)
-        self._k, self._v = (torch.empty(shape, dtype=dtype, device=self.device) for _ in range(2))
+        with torch.inference_mode(False):  # or nothing could be written outside of the mode it is made in
+            self._k, self._v = (torch.empty(shape, dtype=dtype, device=self.device) for _ in range(2))
+            self._table = torch.zeros(rows, max(most), dtype=torch.int32, device=self.device)
+            self._lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)
+            self._next = torch.zeros(rows, dtype=torch.int64, device=self.device)
+            """Where the next token goes, as a row of all pages one after another. On the device, so that a
+            token inside of a block needs nothing from the host."""
         self._free = list(range(shape[0]))[::-1]
         self._pages: list[list[int]] = [[] for _ in range(rows)]
         """Of each sequence and key head, in the order of its blocks."""
-        self._table = torch.zeros(rows, max(most), dtype=torch.int32, device=self.device)
-        self._lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        self._next = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        """Where the next token goes, as a row of all pages one after another. On the device, so that a token
-        inside of a block needs nothing from the host."""
 
     def __repr__(self) -> str:
         return (
@@ -139,6 +140,7 @@ class S2Cache:
             TypeError: an argument has the wrong type or dtype.
             ValueError: a shape, a device or a count does not fit, or there is no room.
             RuntimeError: a tensor requires grad, or a CUDA graph is being captured.
+            NotImplementedError: it is called under `torch.jit.trace` or a transformation of torch.func.
         """
         self._take(k, v, checks.check_append(self, k, v, counts))
 

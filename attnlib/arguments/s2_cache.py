@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-from attnlib.arguments.common import DTYPES, check_dense, check_head_dim, check_int, check_scale, type_name
+from attnlib.arguments.common import (
+    DTYPES,
+    check_dense,
+    check_head_dim,
+    check_int,
+    check_scale,
+    refuse_trace,
+    type_name,
+)  # fmt: skip
 
 MOST_QUERIES = 16
 
@@ -27,10 +35,7 @@ def check_new(pattern, batch, head_dim, room, dtype) -> None:
 
 def check_append(cache, k, v, counts) -> list[int]:
     """How many tokens each sequence gets."""
-    if cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "S2Cache: expected no CUDA graph under capture: the host would not count the tokens of a replay"
-        )
+    _check_counted(cache)
     heads = cache.pattern.key_heads
     _check_like("k", k, cache, heads)
     _check_like("v", v, cache, heads)
@@ -82,11 +87,22 @@ def check_decode(cache, q, k, v, sm_scale) -> None:
         raise ValueError(f"q: expected {k.shape[2]} queries, one for each token of k, got {q.shape[2]}")
 
 
+def _check_counted(cache) -> None:
+    """That a call is one call of the host, which counts its tokens."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError("S2Cache under torch.func: not supported")
+    if cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "S2Cache: expected no CUDA graph under capture: the host would not count the tokens of a replay"
+        )
+
+
 def _check_like(name: str, x: Any, cache, heads: int) -> None:
     """A tensor (batch, heads, n, D) as the cache has them, without a gradient."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(x)}")
     check_dense(name, x)
+    refuse_trace("S2Cache", x.numel())
     if x.dim() != 4 or (*x.shape[:2], x.shape[3]) != (cache.batch, heads, cache.head_dim) or not x.numel():
         raise ValueError(
             f"{name}: expected shape ({cache.batch}, {heads}, n, {cache.head_dim}), n at least 1, got "

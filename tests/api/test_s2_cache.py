@@ -376,6 +376,29 @@ def test_a_graph_under_capture_is_refused(method: str, monkeypatch) -> None:
     assert cache.tokens == [0, 0]
 
 
+@pytest.mark.parametrize("way", [torch.func.vmap, lambda call: torch.jit.trace(call, (ONE[None],))],
+                         ids=["torch.func", "torch.jit.trace"])  # fmt: skip
+def test_what_calls_a_function_in_another_way_is_refused(way, request) -> None:
+    cache, x = new(SMALL, 200), ONE[None]
+    told = f"^S2Cache under {request.node.callspec.id}: not supported"
+    with pytest.raises(NotImplementedError, match=told):
+        way(lambda x: cache.decode(*(x.reshape(2, 4, 1, D),) * 3))(x)
+    assert cache.tokens == [0, 0]
+
+
+def test_inside_of_inference_mode_and_outside(by_reference) -> None:
+    """Where it is made has no say in where it is used."""
+    q, k, v = tokens_of(SMALL, 70)
+    for inside in (True, False):
+        with torch.inference_mode(inside):
+            cache = new(SMALL, 70)
+        for t in range(70):
+            with torch.inference_mode(t % 2 == 0):
+                cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        assert not cache.attend(q[:, :, -1:]).is_inference()
+        check_pages(cache, k, v)
+
+
 # ---------------------------------------------------------------- in a compiled model
 
 
