@@ -94,7 +94,8 @@ def attention(
             and `window` allow it too. The work is proportional to the blocks that are seen. The first call
             with a mask and a window makes the mask of both, which waits for the GPU and is kept. Or a
             `torch.nn.attention.flex_attention.BlockMask`, as FlexAttention takes it: the first call with it
-            makes an `attnlib.BlockMask` of it, which is kept with it; not in a compiled graph.
+            makes an `attnlib.BlockMask` of it, which is kept with it. Under `torch.compile` a graph breaks
+            there; with `fullgraph=True` and in `torch.export` it is refused.
         score: an `attnlib.Score`: a soft cap, ALiBi, attention sinks, a bias, a function of your own. Such a
             call runs in the kernels for block masks. It has gradients of sinks and bias, too, and no
             `torch.vmap`. A compiled graph takes a function of your own in a score that is made outside of it.

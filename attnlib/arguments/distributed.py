@@ -37,7 +37,8 @@ def _check_halves(name: str, rows: int, divisor: int) -> None:
 
 def check_distributed_varlen(q, k, v, varlen: Varlen, options: Options, ranks: int) -> None:
     """Tensors and options of one rank, except for the values in `cu_seqlens`."""
-    check_local(q=q, k=k, v=v, cu_seqlens=varlen.cu_seqlens_q)
+    check_memory(q=q, k=k, v=v)
+    check_local(cu_seqlens=varlen.cu_seqlens_q)
     check_varlen(q, k, v, varlen, options)
     if len(k) != len(q):
         raise ValueError(f"k: expected {len(q)} tokens as q has on this rank, got {len(k)}")
@@ -86,7 +87,7 @@ def check_local(**tensors) -> None:
 
 def check_row_parallel(q, k, v, weight, options: Options) -> None:
     """Tensors and options of one rank of `row_parallel_output`."""
-    check_local(q=q, k=k, v=v, weight=weight)
+    check_memory(q=q, k=k, v=v, weight=weight)
     check(q, k, v, options)
     if not q.shape[2]:
         raise ValueError("q: expected at least 1 row, got 0")

@@ -250,16 +250,16 @@ def in_turn(settled: object, *windows: object) -> list[dict[str, Any]]:
 def told_in_turn(settled: object, *windows: object) -> str:
     """In sentences: how many of the calls that took longer than FlashAttention-3's in windows were measured
     in turn, and what came of it. settled: None where that was not measured."""
-    behind = {call for call, row in _lowest(*windows).items() if row["ratio"] < 1}
-    if not behind:
+    below = {call for call, row in _lowest(*windows).items() if row["ratio"] < 1}
+    if not below:
         return "No call is below 1.0 in windows."
-    rows = [row for row in rows_of(settled or []) if plane.key(row) in behind]
+    rows = [row for row in rows_of(settled or []) if plane.key(row) in below]
     if not rows:
-        return f"None of the {len(behind)} calls below 1.0 was measured in turn yet (`--settled`)."
+        return f"None of the {len(below)} calls below 1.0 was measured in turn yet (`--settled`)."
     ratios = [row["ratio"] for row in rows if "ratio" in row]
     ends = f", from {min(ratios):.3f} to {max(ratios):.3f}" if ratios else ""
     return (
-        f"Of {len(behind)} calls below 1.0 in windows {len(rows)} were measured in turn{ends}, "
+        f"Of {len(below)} calls below 1.0 in windows {len(rows)} were measured in turn{ends}, "
         f"{sum(ratio < 1 for ratio in ratios)} below 1.0. {words(rows)}."
     )
 
