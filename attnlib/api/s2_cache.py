@@ -11,6 +11,7 @@ from attnlib.api.decode import attention_decode
 from attnlib.arguments import s2_cache as checks
 from attnlib.arguments.masks import check_device
 from attnlib.block_mask.s2 import KeptPages, S2Pattern
+from attnlib.kernels.common.between_graphs import between_graphs
 
 __all__ = ["S2Cache"]
 
@@ -127,7 +128,7 @@ class S2Cache:
 
     # ------------------------------------------------------------ new tokens
 
-    @torch.compiler.disable
+    @between_graphs
     def append(self, k: torch.Tensor, v: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         """Take in the next tokens of all sequences: a prompt, or one token and more.
 
@@ -231,7 +232,7 @@ class S2Cache:
 
     # ------------------------------------------------------------ attention
 
-    @torch.compiler.disable
+    @between_graphs
     def attend(
         self, q: torch.Tensor, *, sm_scale: float | None = None, return_lse: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -261,7 +262,7 @@ class S2Cache:
             return found[0].reshape(q.shape), found[1].reshape(B, H, n)
         return found.reshape(q.shape)
 
-    @torch.compiler.disable
+    @between_graphs
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sm_scale: float | None = None
     ) -> torch.Tensor:

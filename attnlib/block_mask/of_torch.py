@@ -32,15 +32,16 @@ def of_torch(mask: Any, q: torch.Tensor) -> Any:
     to make a mask takes numbers that no graph has."""
     if mask is None or type(mask) is BlockMask:  # nearly always
         return mask
-    # Of a graph that dynamo makes both are true, exported or not.
-    exported = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-    if exported or not is_torch_mask(mask):
+    if not is_torch_mask(mask):
         return mask
-    return _between_graphs(mask, q)
+    if torch.compiler.is_dynamo_compiling():
+        from attnlib.kernels.common import outside_graphs
+
+        return outside_graphs.make_mask(_own, mask, q)
+    return mask if torch.compiler.is_exporting() else _own(mask, q)
 
 
-@torch.compiler.disable(reason="attnlib.BlockMask.from_torch makes one of it, outside of the graph")
-def _between_graphs(mask: Any, q: torch.Tensor) -> BlockMask | None:
+def _own(mask: Any, q: torch.Tensor) -> BlockMask | None:
     if not isinstance(q, torch.Tensor) or q.dim() != 4:
         return None  # the call is refused for that
     parts = tuple(getattr(mask, name) for name in PARTS)
