@@ -111,7 +111,7 @@ def attention_forward(
             attention_mask = static.bias(query, attention_mask, key.shape[2])
     sizes = query.shape[2], key.shape[2]
     if isinstance(attention_mask, Mask):
-        mask = _fitting(attention_mask, sizes, is_causal)
+        mask = _fitting(attention_mask, query.shape[0], sizes, is_causal)
     elif given.is_given(attention_mask):
         mask = given.mask_of(module, attention_mask, query, key)
     else:
@@ -173,8 +173,13 @@ def _same_head_dim(query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch
 # ---------------------------------------------------------------- the mask
 
 
-def _fitting(mask: Mask, sizes: tuple[int, int], is_causal: bool | None) -> Mask:
-    """The mask, if it was made for these sizes and says what the layer says."""
+def _fitting(mask: Mask, batch: int, sizes: tuple[int, int], is_causal: bool | None) -> Mask:
+    """The mask, if it was made for so many rows and for these sizes, and says what the layer says."""
+    if mask.rows not in (None, batch) and (mask.layout is not None or mask.spans):
+        raise ValueError(
+            f"attention_mask: expected one for a batch of {batch}, got what the model ({mask.config}) made "
+            f"for {mask.rows}: attnlib's mask of padded or packed rows is not repeated for others"
+        )
     if sizes != (mask.q_length, mask.kv_length):
         raise ValueError(
             f"attention_mask: expected one for {sizes[0]} queries and {sizes[1]} keys, got what the model "

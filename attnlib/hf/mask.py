@@ -28,6 +28,7 @@ class Mask:
         block_mask: what else hides keys: a mask function, a tensor of the caller's, holes under a window.
         bias: a tensor of the caller's that is added to the scores.
         config: the name of the class of the model's configuration.
+        rows: B, where rows differ in their padding, or are packed; None where it is the same for all.
     """
 
     q_length: int
@@ -42,6 +43,7 @@ class Mask:
     lengths: torch.Tensor | None = None
     block_mask: BlockMask | None = None
     bias: torch.Tensor | None = None
+    rows: int | None = None
 
     def to(self, *args, **kwargs) -> Mask:
         """The mask on another device: what moves a model's inputs between its parts calls this. Its dtypes

@@ -114,7 +114,8 @@ def attention_mask(
         plain = mask.Mask(q_length, kv_length, offset, causal, window, kept)
         return static.made(plain, q_offset + q_length - kv_offset, batch_size, device)
     layout = None if found.sequences is None else packed(found.sequences)
-    return mask.settled(mask.Mask(q_length, kv_length, offset, causal, window, kept, layout, name))
+    rows = next((len(x) for x in (kept, found.sequences) if x is not None), None)
+    return mask.settled(mask.Mask(q_length, kv_length, offset, causal, window, kept, layout, name, rows=rows))
 
 
 def _is_fixed(q_length: int, kv_length: int, q_offset, kv_offset: int) -> bool:

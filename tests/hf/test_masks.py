@@ -380,6 +380,34 @@ def test_a_mask_made_for_other_lengths():
         attnlib.hf.attention_forward(DECODER, q, q[:, :, :2], q[:, :, :2], None)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("length", [6, 20])
+def test_a_mask_made_for_fewer_rows(length, grad):
+    """Of one padded row for all, say: "sdpa" repeats it."""
+    from transformers.masking_utils import causal_mask_function
+
+    q = torch.zeros(3, 1, length, 16, requires_grad=grad)
+    padding = torch.ones(1, length, dtype=torch.bool)
+    mask = asked(causal_mask_function, length, attention_mask=padding, batch_size=1)
+    attnlib.hf.attention_forward(DECODER, q, q, q, mask)  # which hides nothing
+    padding[0, :2] = False
+    mask = asked(causal_mask_function, length, attention_mask=padding, batch_size=1)
+    with pytest.raises(ValueError, match="^attention_mask: expected one for a batch of 3, got .* for 1:"):
+        attnlib.hf.attention_forward(DECODER, q, q, q, mask)
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_packed_rows_of_another_batch(cache):
+    from transformers import masking_utils
+
+    ids, position_ids = tokens(2, 7, "cpu"), torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    model = build("llama", "attnlib", "cpu")
+    embeds = model.get_input_embeddings()(ids)
+    mask = masking_utils.create_causal_mask(model.config, embeds[:1], None, None, position_ids=position_ids)
+    with pytest.raises(ValueError, match="^attention_mask: expected"):
+        model(inputs_embeds=embeds, attention_mask=mask, use_cache=cache)
+
+
 def test_a_model_that_computes_with_the_mask():
     from transformers.masking_utils import causal_mask_function
 
