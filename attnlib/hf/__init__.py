@@ -52,4 +52,6 @@ def register() -> None:
     capturing.prepare()
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+    # An old name, whose prefix transformers takes off for attention, but not for masks.
+    AttentionMaskInterface.register(f"paged|{NAME}", attention_mask)
     check_when_chosen()

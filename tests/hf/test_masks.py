@@ -408,6 +408,16 @@ def test_packed_rows_of_another_batch(cache):
         model(inputs_embeds=embeds, attention_mask=mask, use_cache=cache)
 
 
+def test_padding_under_the_old_name_of_an_implementation():
+    """transformers takes "paged|" off where it looks for attention, and not where it looks for a mask."""
+    ids, mask = tokens(2, 9, "cpu"), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    expected = logits("llama", "attnlib", "cpu", ids, attention_mask=mask)
+    model = build("llama", "attnlib", "cpu")
+    model.config._attn_implementation = "paged|attnlib"
+    assert torch.equal(model(ids, attention_mask=mask).logits, expected)
+
+
 def test_a_model_that_computes_with_the_mask():
     from transformers.masking_utils import causal_mask_function
 
