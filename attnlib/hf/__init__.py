@@ -24,7 +24,8 @@ the left and a loss is taken, the label of the first token behind the padding ha
 predicted from a padded one.
 
 An attention_mask, where there is one, decides what is attended to. `position_ids` say it where there is none,
-with a cache that is still empty too, if the model hands them to its attention (its "sdpa" ignores them then).
+with a cache that is still empty and can grow, too, if the model hands them to its attention (its "sdpa"
+ignores them then).
 
 Inside of a compiled graph the values of a mask can't be read, so padding is computed too, and up to 64 packed
 sequences per row; more, or holes under a window, fail when the graph runs. Any other mask becomes a bias

@@ -97,7 +97,12 @@ def attention_forward(
         scaling = query.shape[-1] ** -0.5
     if indices is not None:
         attention_mask = given.among(attention_mask, indices)
-    if static.is_made(attention_mask, query.shape[0]):
+    lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+    told = any(x is not None for x in lengths)
+    fixed = static.is_made(attention_mask, query.shape[0])
+    if fixed and told:
+        raise _packed_in_a_fixed_size("cu_seq_lens_q")
+    if fixed:
         plain = not Asked(softcap, s_aux, None, position_bias).anything
         if plain and static.fits_decode(query, attention_mask) and not _differentiated(query, key, value):
             out = static.decode(*_for_decode(query, key, value), attention_mask, scaling)
@@ -117,13 +122,14 @@ def attention_forward(
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = _from_arguments(attention_mask, query.shape[0], sizes, bool(causal), sliding_window)
-    lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-    if any(x is not None for x in lengths):
+    if told:
         layout = _told(lengths, query, mask)
     else:
         layout = mask.layout
         if position_ids is not None and mask.causal:
             layout = _with_positions(position_ids, query.shape[0], mask)
+        if fixed and layout is not mask.layout:
+            raise _packed_in_a_fixed_size("position_ids")
     options = {"causal": mask.causal, "window": mask.window, "deterministic": bool(deterministic)}
     asked = Asked(softcap, s_aux, mask.bias, position_bias)
     if asked.anything or mask.block_mask is not None:
@@ -229,6 +235,14 @@ def _from_arguments(
 
 
 # ---------------------------------------------------------------- packed sequences
+
+
+def _packed_in_a_fixed_size(name: str) -> ValueError:
+    """Its mask does not say if there was an attention_mask, and no later step would know what is packed."""
+    return ValueError(
+        f"{name}: expected one sequence in each row beside a cache of a fixed size, got packed sequences. "
+        "Leave out the cache, or use one that grows"
+    )
 
 
 def _told(lengths: tuple, query: torch.Tensor, mask: Mask) -> Layout:

@@ -152,6 +152,20 @@ def test_a_cache_of_packed_rows_is_not_continued(device):
             model(tokens(1, 1, device), position_ids=position, past_key_values=cache)
 
 
+@pytest.mark.parametrize("ones", [False, True], ids=["", "beside an attention_mask"])
+def test_packed_rows_and_a_cache_of_a_fixed_size(ones, device):
+    """Its mask is the same with an attention_mask of ones, which decides; later steps would see it all."""
+    ids, position_ids = tokens(1, 7, device), torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=device)
+    model = build("llama", "attnlib", device)
+    offsets = torch.tensor([0, 3, 7], dtype=torch.int32, device=device)
+    said = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 4, "max_length_k": 4}
+    for name, inputs in (("position_ids", {"position_ids": position_ids}), ("cu_seq_lens_q", said)):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+        mask = torch.ones_like(ids) if ones else None
+        with torch.no_grad(), pytest.raises(ValueError, match=f"^{name}: expected one sequence in each row"):
+            model(ids, attention_mask=mask, past_key_values=cache, **inputs)
+
+
 @pytest.mark.parametrize("cache", [False, True])
 def test_positions_that_do_not_begin_at_0(cache, device):
     position_ids = torch.tensor([[0, 1, 2, 5, 6, 7, 8]], device=device)
