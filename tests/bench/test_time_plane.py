@@ -11,7 +11,7 @@ import time_plane
 import torch
 from timed_cpu import gpu  # noqa: F401  (a fixture)
 
-from attnlib.bench import backward, peers, plane
+from attnlib.bench import backward, peers, plane, records
 from attnlib.bench.gradient_oracle import GradientOracle
 from attnlib.bench.oracle import make_inputs
 from attnlib.bench.plane import KINDS, Cell
@@ -210,6 +210,15 @@ def test_single_calls_in_turn():
     one = time_plane.IN_TURN
     assert (one.rounds, one.window_ms) == (60, 0)
     assert time_plane.method(one)["rounds"] == 60
+
+
+@pytest.mark.parametrize("name", [plane.TABLE, plane.NAMED_TABLE, plane.SETTLED_TABLE])
+def test_the_record_says_how_each_table_was_measured(name):
+    """A table of another run than the header's has a method of its own."""
+    record = records.read(records.data_dir() / records.REFERENCE_GPU / f"{plane.RECORD}.json")
+    table = record["tables"][name]
+    rounds = {len(row["round_ratios"]) for row in table["rows"] if "ratio" in row}
+    assert rounds == {table.get("method", record["method"])["rounds"]} and record["notebook"] == plane.RECORD
 
 
 def test_without_a_record_nothing_is_behind(small, tmp_path):
