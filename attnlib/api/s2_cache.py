@@ -59,6 +59,8 @@ class S2Cache:
 
     Attributes:
         tokens: how many each sequence has so far, those among them that are forgotten; ints on the host.
+        whole: that all of them are there: no call failed half way, for want of memory, say. Else every call
+            is an error.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -72,7 +74,7 @@ class S2Cache:
         checks.check_new(pattern, batch, head_dim, room, dtype)
         self.pattern, self.batch, self.head_dim, self.room = pattern, batch, head_dim, room
         self.dtype, self.device = dtype, check_device(device)
-        self.tokens = [0] * batch
+        self.tokens, self.whole = [0] * batch, True
         heads = range(pattern.key_heads)
         most = [len(pattern.cached(room, head)) for head in heads]
         shape, rows = (batch * sum(most), 1, pattern.block_size, head_dim), batch * len(heads)
@@ -140,13 +142,19 @@ class S2Cache:
         Raises:
             TypeError: an argument has the wrong type or dtype.
             ValueError: a shape, a device or a count does not fit, or there is no room.
-            RuntimeError: a tensor requires grad, or a CUDA graph is being captured.
+            RuntimeError: a tensor requires grad, a CUDA graph is being captured, or an earlier call failed
+                half way.
             NotImplementedError: it is called under `torch.jit.trace` or a transformation of torch.func.
         """
         self._take(k, v, checks.check_append(self, k, v, counts))
 
-    @torch.no_grad()
     def _take(self, k: torch.Tensor, v: torch.Tensor, counts: list[int]) -> None:
+        self.whole = False  # memory may run out when tokens are counted and not yet there
+        self._take_in(k, v, counts)
+        self.whole = True
+
+    @torch.no_grad()
+    def _take_in(self, k: torch.Tensor, v: torch.Tensor, counts: list[int]) -> None:
         size, n = self.pattern.block_size, k.shape[2]
         used = [tokens % size for tokens in self.tokens]  # of the newest block; 0: the next token begins one
         if all(count == n <= size - there for count, there in zip(counts, used, strict=True)):

@@ -36,6 +36,7 @@ def check_new(pattern, batch, head_dim, room, dtype) -> None:
 def check_append(cache, k, v, counts) -> list[int]:
     """How many tokens each sequence gets."""
     _check_counted(cache)
+    _check_whole(cache)
     heads = cache.pattern.key_heads
     _check_like("k", k, cache, heads)
     _check_like("v", v, cache, heads)
@@ -74,6 +75,7 @@ def check_attend(cache, q) -> None:
 
 
 def check_queries(cache, q) -> None:
+    _check_whole(cache)
     _check_like("q", q, cache, cache.pattern.heads)
 
 
@@ -94,6 +96,14 @@ def _check_counted(cache) -> None:
     if cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "S2Cache: expected no CUDA graph under capture: the host would not count the tokens of a replay"
+        )
+
+
+def _check_whole(cache) -> None:
+    if not cache.whole:
+        raise RuntimeError(
+            "S2Cache: expected a cache that has all tokens it counted; an earlier call failed half way, so "
+            "make another"
         )
 
 

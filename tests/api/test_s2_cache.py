@@ -413,3 +413,25 @@ def test_a_compiled_model_is_not_compiled_for_each_token(by_reference) -> None:
         assert torch.equal(layer(*now), plain.decode(now[0] * 2, *now[1:]) + 1)
     assert counter.frame_count == 2
     check_pages(cache, k, v)
+
+
+# ---------------------------------------------------------------- calls that fail
+
+
+@pytest.mark.parametrize("call", [
+    lambda cache, q, k, v: cache.append(k, v), lambda cache, q, k, v: cache.attend(q),
+    lambda cache, q, k, v: cache.decode(q, k, v),
+], ids=["append", "attend", "decode"])  # fmt: skip
+def test_a_cache_that_lacks_what_it_counted_is_refused(call, monkeypatch) -> None:
+    """Of a prompt that memory ran out for."""
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    cache, (q, k, v) = new(SMALL, 200), tokens_of(SMALL, 130)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(S2Cache, "_gathered", no_memory)
+        cache.append(k, v)
+    assert not cache.whole
+    with pytest.raises(RuntimeError, match="^S2Cache: expected a cache that has all tokens it counted; an earli"):
+        call(cache, *(x[:, :, :1] for x in (q, k, v)))
