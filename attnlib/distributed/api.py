@@ -62,8 +62,7 @@ def attention(
     shapes and options, and to go backward through it if one does, to the same inputs, and through several
     calls in the same order.
     `torch.autocast` casts the inputs as for `attnlib.attention`. Under `torch.compile` a graph breaks at it:
-    what is before and after it is compiled. With `fullgraph=True` PyTorch refuses it: "Unsupported: Skip
-    calling `torch.compiler.disable()`d function".
+    what is before and after it is compiled. With `fullgraph=True` PyTorch refuses it.
 
     A rank computes attention to its own keys while those of others come, then to those. Each call merges its
     result into that of the calls before, in the kernel, by their LSE. The backward pass sends keys and values

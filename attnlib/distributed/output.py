@@ -65,7 +65,7 @@ def row_parallel_output(
     result has to be the same on all ranks, as it is where they all compute the same loss from it.
 
     Under `torch.compile` a graph breaks at it: what is before and after it is compiled. With `fullgraph=True`
-    PyTorch refuses it: "Unsupported: Skip calling `torch.compiler.disable()`d function".
+    PyTorch refuses it.
 
     Args:
         q: (B, H, S, D), this rank's heads. No copy is made for the projection where memory has the order

@@ -44,8 +44,7 @@ def attention_varlen(
     Ranks change from some tokens of all heads to all tokens of some heads, compute these, and change back. So
     all of them have the same to do, whatever the lengths and the mask are. What is sent, (n - 1) / n of a
     rank's q, k, v and output, is not hidden. Under `torch.compile` a graph breaks at it: what is before and
-    after it is compiled. With `fullgraph=True` PyTorch refuses it: "Unsupported: Skip calling
-    `torch.compiler.disable()`d function".
+    after it is compiled. With `fullgraph=True` PyTorch refuses it.
 
     Args:
         q: (T / ranks, H, D), this rank's piece of the tokens, as `shard(x, dim=0)` takes it.

@@ -433,5 +433,5 @@ def test_a_cache_that_lacks_what_it_counted_is_refused(call, monkeypatch) -> Non
         patch.setattr(S2Cache, "_gathered", no_memory)
         cache.append(k, v)
     assert not cache.whole
-    with pytest.raises(RuntimeError, match="^S2Cache: expected a cache that has all tokens it counted; an earli"):
+    with pytest.raises(RuntimeError, match="^S2Cache: expected a cache that has all tokens it counted; an"):
         call(cache, *(x[:, :, :1] for x in (q, k, v)))
