@@ -118,7 +118,7 @@ def attention(
             "deterministic": deterministic, "method": method, "in_order": in_order, "impl": impl,
             "timeout": timeout,
         })  # fmt: skip
-    outer, inner, error = linked(q, group, timeout, "attention")
+    outer, inner, error = linked(q, ranks_of(group), timeout, "attention")
     q, k, v = autocast(q, k, v)
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
     way = Way(method, in_order)
@@ -304,7 +304,8 @@ def unshard(
     `x.to_local()`.
     ValueError if shapes or masks differ between ranks, on all of them; `group`, `timeout` and RuntimeError as
     in `attention`."""
-    outer, inner, error = linked(x, group, timeout, "unshard")
+    ranks = ranks_of(group)
+    outer, inner, error = linked(x, ranks, timeout, "unshard")
     groups = [links for links in (inner, outer) if links is not None]
     asked = rows = None
 
@@ -312,7 +313,7 @@ def unshard(
         nonlocal asked, rows
         arguments.check_mask(causal, window)
         asked = mask_window(causal, window)
-        arguments.check_whole(x, dim, ranks_of(group).rows_divisor(asked), "")
+        arguments.check_whole(x, dim, ranks.rows_divisor(asked), "")
         rows = x.movedim(dim, 0).contiguous().resolve_conj().resolve_neg()
         return {
             "x": f"shape {tuple(x.shape)} of {x.dtype}", "dim": dim, "causal": causal, "window": window,

@@ -73,6 +73,14 @@ def ranks_of(group: Group) -> Ranks:
     return Ranks(group)
 
 
+def ranks_in_a_row(group: Group) -> Ranks:
+    """`ranks_of` for what knows no hybrid."""
+    ranks = ranks_of(group)
+    if ranks.inner is not None:
+        raise ValueError("group: expected a mesh of 1 dimension, got 2")
+    return ranks
+
+
 def device_of(x, group: dist.ProcessGroup) -> torch.device:
     """Of x; where other ranks' tensors lie, who need an answer too, if it is none."""
     if isinstance(x, torch.Tensor) and not x.is_meta:

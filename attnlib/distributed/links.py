@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from attnlib.arguments.distributed import usable_timeout
-from attnlib.distributed.groups import Group, device_of, ranks_of
+from attnlib.distributed.groups import Ranks, device_of
 
 CTAS = 16
 """Programs of NCCL's kernels at most: each takes a multiprocessor from attention while it runs."""
@@ -234,9 +234,8 @@ def links_of(group: dist.ProcessGroup, device: torch.device, timeout: float, cal
     return of_group[key].of_call(timeout, caller)
 
 
-def linked(x, group: Group, timeout, caller: str) -> tuple[Links, Links | None, Exception | None]:
+def linked(x, ranks: Ranks, timeout, caller: str) -> tuple[Links, Links | None, Exception | None]:
     """(outer, inner, what is wrong with `timeout`) for a call with x."""
-    ranks = ranks_of(group)
     timeout, error = usable_timeout(timeout)
     device = device_of(x, ranks.outer)
     outer = links_of(ranks.outer, device, timeout, caller)

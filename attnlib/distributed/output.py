@@ -15,8 +15,8 @@ from attnlib.api.exact import autocast
 from attnlib.arguments import distributed as arguments
 from attnlib.arguments.exact import Options
 from attnlib.autograd import Computed
-from attnlib.distributed.groups import Group, device_of, ranks_of
-from attnlib.distributed.links import Links, agree_on_all, links_of
+from attnlib.distributed.groups import Group, ranks_in_a_row
+from attnlib.distributed.links import Links, agree_on_all, linked
 from attnlib.distributed.pieces import as_slice
 from attnlib.distributed.tensors import local_parts
 from attnlib.params import Implementation, MaskWindow, Params, mask_window
@@ -99,12 +99,8 @@ def row_parallel_output(
     beside = {"q": (q, 1)} if same_mesh else {}
     columns = local_parts({**beside, "weight": (weight, 1)}, heads.group, timeout, name)
     (q, k, v), weight = heads.tensors, columns.tensors[-1]
-    ranks = ranks_of(columns.group)
-    if ranks.inner is not None:
-        raise ValueError("group: expected a mesh of 1 dimension, got 2")
-    timeout, error = arguments.usable_timeout(timeout)
+    links, _, error = linked(q, ranks_in_a_row(columns.group), timeout, name)
     q, k, v, weight = autocast(q, k, v, weight)
-    links = links_of(ranks.outer, device_of(q, ranks.outer), timeout, name)
     options = Options(causal, window, sm_scale, False, deterministic, impl)
     _agree((q, k, v, weight), options, chunks, links, error)
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)

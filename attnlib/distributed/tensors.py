@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from attnlib.distributed.groups import Group
+from attnlib.distributed.groups import Group, ranks_of
 from attnlib.distributed.links import agree_on_all, linked
 
 Placed = Mapping[str, tuple[Any, int]]
@@ -43,7 +43,7 @@ def check_for_all(check: Callable[[], Any], x: DTensor, timeout, caller: str) ->
     try:
         check()
     except (TypeError, ValueError) as error:
-        outer, inner, _ = linked(x.to_local(), x.device_mesh, timeout, caller)
+        outer, inner, _ = linked(x.to_local(), ranks_of(x.device_mesh), timeout, caller)
         agree_on_all(filter(None, (inner, outer)), dict, error)
 
 

@@ -11,10 +11,10 @@ from attnlib.api.exact import autocast
 from attnlib.arguments import distributed as arguments
 from attnlib.arguments.exact import Options
 from attnlib.arguments.offsets import check_offsets_of
-from attnlib.distributed.groups import Group, device_of, ranks_of
+from attnlib.distributed.groups import Group, ranks_in_a_row
 from attnlib.distributed.heads import ToHeads, ToRows, differentiated
 from attnlib.distributed.layout import pieces_of
-from attnlib.distributed.links import Links, agree_on_all, links_of
+from attnlib.distributed.links import Links, agree_on_all, linked
 from attnlib.distributed.tensors import local_parts
 from attnlib.params import Implementation, Varlen
 
@@ -70,12 +70,8 @@ def attention_varlen(
     """
     local = local_parts({"q": (q, 0), "k": (k, 0), "v": (v, 0)}, group, timeout, "attention_varlen")
     q, k, v = local.tensors
-    ranks = ranks_of(local.group)
-    if ranks.inner is not None:
-        raise ValueError("group: expected a mesh of 1 dimension, got 2")
-    timeout, error = arguments.usable_timeout(timeout)
+    links, _, error = linked(q, ranks_in_a_row(local.group), timeout, "attention_varlen")
     q, k, v = autocast(q, k, v)
-    links = links_of(ranks.outer, device_of(q, ranks.outer), timeout, "attention_varlen")
     options = Options(causal, window, sm_scale, return_lse, deterministic, impl)
     _agree((q, k, v), Varlen(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), options, links, error)
     pieces = pieces_of(links.ranks, len(q))
