@@ -34,6 +34,11 @@ class Kind(NamedTuple):
     window: tuple[int, int] | None = None
     varlen: bool = False
 
+    def hides(self, length: int) -> bool:
+        """Whether its calls of this length are calls of their own: a window as wide as the sequence hides
+        nothing, and they are those of the causal kind."""
+        return self.window is None or self.window[0] + 1 < length
+
 
 KINDS = {
     "causal": Kind("causal"),
@@ -121,12 +126,11 @@ def cell(kind: str, head_dim: int, length: int, dtype: str = "bfloat16") -> Cell
 
 def groups() -> Iterator[list[Cell]]:
     """All cells, those of one dtype, kind and length together, in the order of measuring: a run that is cut
-    off leaves whole columns, first one in the middle, then both ends. A window as wide as the sequence hides
-    nothing: those cells are those of the causal kind, and not here."""
+    off leaves whole columns, first one in the middle, then both ends."""
     for dtype in DTYPES:
         for length in (4096, 16384, 1024, 512, 2048):
             for kind, one in KINDS.items():
-                if one.window is None or one.window[0] + 1 < length:
+                if one.hides(length):
                     yield [cell(kind, d, length, dtype) for d in DIMS]
 
 

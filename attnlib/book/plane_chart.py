@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 import numpy as np
@@ -90,9 +90,9 @@ def _panel(ax: Axes, kind: str, dtype: str, found: Mapping[Cell, dict[str, Any]]
     ax.set(xlim=(0, len(plane.LENGTHS)), ylim=(len(plane.DIMS), 0))
     for x, length in enumerate(plane.LENGTHS):
         for y, d in enumerate(plane.DIMS):
-            if hides(kind, length):
+            if KINDS[kind].hides(length):
                 _cell(ax, x, y, found.get(plane.cell(kind, d, length, dtype)))
-    blank = sum(not hides(kind, length) for length in plane.LENGTHS)
+    blank = sum(not KINDS[kind].hides(length) for length in plane.LENGTHS)
     if blank:  # they come first, as the lengths grow
         text = "no key hidden:\nthe same call as causal"
         ax.text(blank / 2, len(plane.DIMS) / 2, text, rotation=90, ha="center", va="center", fontsize=6.5)
@@ -105,13 +105,6 @@ def _panel(ax: Axes, kind: str, dtype: str, found: Mapping[Cell, dict[str, Any]]
 
 def _short(length: int) -> str:
     return str(length) if length < 1024 else f"{length // 1024}k"
-
-
-def hides(kind: str, length: int) -> bool:
-    """Whether a kind's call of this length is one of its own: a window as wide as the sequence hides
-    nothing."""
-    window = KINDS[kind].window
-    return window is None or window[0] + 1 < length
 
 
 def _cell(ax: Axes, x: int, y: int, row: dict[str, Any] | None) -> None:
@@ -172,14 +165,19 @@ def known_of(way: str, columns: int, kind: str) -> str:
     return KNOWN.get((way, columns, kind)) or KNOWN.get((way, columns, None), UNKNOWN)
 
 
+def _place(row: dict[str, Any]) -> tuple[int, ...]:
+    """Where a row stands in a table: by pass, dtype, kind and head dimension."""
+    kind, way = list(plane.ALL).index(row["kind"]), plane.PASSES.index(row["pass"])
+    return way, plane.DTYPES.index(row["dtype"]), kind, row["head_dim"]
+
+
 def behind(table: object) -> list[dict[str, Any]]:
     """Where attnlib took longer, slower or a tie, for a table: a line for each pass, kind, dtype, head
     dimension and verdict, with its lengths and their ratios."""
     rows = [row for row in rows_of(table) if row.get("ratio", 1) < 1]
 
     def line(row: dict[str, Any]) -> tuple[Any, ...]:
-        kind, word = list(KINDS).index(row["kind"]), plane.verdict_of(row).word
-        return plane.PASSES.index(row["pass"]), row["dtype"] == "float16", kind, row["head_dim"], word
+        return *_place(row), plane.verdict_of(row).word
 
     lines = []
     for _, group in groupby(sorted(rows, key=lambda row: (*line(row), row["seqlen"])), line):
@@ -205,38 +203,29 @@ def over_lengths(table: object, way: str = "backward") -> list[dict[str, Any]]:
     lengths, and steps grow with the length. Two numbers are fitted to the differences at the lengths below
     16384, where calls do not run at the power limit yet; "off by at most" is what the fit leaves.
     """
+    shorter = [row for row in rows_of(table)
+               if row["pass"] == way and row["seqlen"] < max(plane.LENGTHS) and "ratio" in row]  # fmt: skip
     lines = []
-    for dtype in plane.DTYPES:
-        for kind in ("dense", "causal"):
-            for d in plane.DIMS:
-                rows = [row for row in rows_of(table)
-                        if (row["pass"], row["dtype"], row["kind"], row["head_dim"]) == (way, dtype, kind, d)
-                        and row["seqlen"] < max(plane.LENGTHS) and "ratio" in row]  # fmt: skip
-                if len(rows) < 3:
-                    continue
-                lengths = np.array([row["seqlen"] for row in rows]) / 1024
-                longer = np.array([1e3 * (row["attnlib_ms"] - row["fa3_ms"]) for row in rows])
-                step, start = np.polyfit(lengths, longer, 1)
-                lines.append({
-                    "kind": KINDS[kind].label, "dtype": DTYPES[dtype][0], "D": d,
-                    "around the steps, µs": start, "for 1024 keys, µs": step,
-                    "off by at most, µs": np.abs(longer - start - step * lengths).max(),
-                })  # fmt: skip
+    for dtype, kind, d in product(plane.DTYPES, ("dense", "causal"), plane.DIMS):
+        rows = [row for row in shorter if (row["dtype"], row["kind"], row["head_dim"]) == (dtype, kind, d)]
+        if len(rows) < 3:
+            continue
+        lengths = np.array([row["seqlen"] for row in rows]) / 1024
+        longer = np.array([1e3 * (row["attnlib_ms"] - row["fa3_ms"]) for row in rows])
+        step, start = np.polyfit(lengths, longer, 1)
+        lines.append({
+            "kind": KINDS[kind].label, "dtype": DTYPES[dtype][0], "D": d,
+            "around the steps, µs": start, "for 1024 keys, µs": step,
+            "off by at most, µs": np.abs(longer - start - step * lengths).max(),
+        })  # fmt: skip
     return lines
 
 
 def in_turn(settled: object, *windows: object) -> list[dict[str, Any]]:
     """A line for each call of table `settled`: its verdict there, and in windows, those of tables `cells` and
     `named`. Of a call that both of these have it is the lower one."""
-    before = _lowest(*windows)
-
-    def place(row: dict[str, Any]) -> tuple[Any, ...]:
-        kind = list(plane.ALL).index(row["kind"])
-        way = plane.PASSES.index(row["pass"])
-        return way, plane.DTYPES.index(row["dtype"]), kind, row["head_dim"], row["seqlen"]
-
-    lines = []
-    for row in sorted(rows_of(settled), key=place):
+    before, lines = _lowest(*windows), []
+    for row in sorted(rows_of(settled), key=lambda row: (*_place(row), row["seqlen"])):
         cell, way = plane.key(row)
         old = before.get((cell, way))
         lines.append({

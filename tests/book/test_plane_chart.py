@@ -56,7 +56,7 @@ def test_every_cell_shows_its_own_row(dtype):
         wanted = {
             (x, y): f"{100 * ratio(plane.cell(kind, d, length, dtype)):.0f}"
             for x, length in enumerate(plane.LENGTHS) for y, d in enumerate(plane.DIMS)
-            if plane_chart.hides(kind, length)
+            if plane.KINDS[kind].hides(length)
         }  # fmt: skip
         assert numbers(panel(figure, one.label)) == wanted, kind
         assert not hatched(panel(figure, one.label), "/////")
