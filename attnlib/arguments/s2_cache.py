@@ -15,8 +15,7 @@ from attnlib.arguments.common import (
     refuse_trace,
     type_name,
 )  # fmt: skip
-
-MOST_QUERIES = 16
+from attnlib.arguments.decode import MOST_QUERIES
 
 
 def check_new(pattern, batch, head_dim, room, dtype) -> None:
@@ -62,7 +61,8 @@ def check_append(cache, k, v, counts) -> list[int]:
 
 def check_attend(cache, q) -> None:
     """Queries of the newest tokens, which have to be in one block: older ones see what is gone."""
-    check_queries(cache, q)
+    _check_whole(cache)
+    _check_queries(cache, q)
     n, size = q.shape[2], cache.pattern.block_size
     if n > MOST_QUERIES:
         raise ValueError(f"q: expected 1 to {MOST_QUERIES} queries of each sequence, got {n}")
@@ -74,15 +74,14 @@ def check_attend(cache, q) -> None:
         )
 
 
-def check_queries(cache, q) -> None:
-    _check_whole(cache)
+def _check_queries(cache, q) -> None:
     _check_like("q", q, cache, cache.pattern.heads)
 
 
 def check_decode(cache, q, k, v, sm_scale) -> None:
     """One query for each new token; and what `attention_decode` would refuse when tokens are in already."""
     check_append(cache, k, v, None)
-    check_queries(cache, q)
+    _check_queries(cache, q)
     if sm_scale is not None:
         check_scale(sm_scale, False)
     if q.shape[2] != k.shape[2]:

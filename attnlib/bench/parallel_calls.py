@@ -110,9 +110,8 @@ def ours(
 ) -> Timed:
     inputs = [own(x, case, group, in_order).requires_grad_() for x in tensors[:3]]
     options = {"causal": case.causal, "method": method, "impl": case.impl, "group": group}
-    return Timed(
-        lambda: cp.attention(*inputs, in_order=in_order, **options), inputs, group=group, in_order=in_order
-    )
+    options["in_order"] = in_order
+    return Timed(lambda: cp.attention(*inputs, **options), inputs, group=group, in_order=in_order)
 
 
 class NoLinks:

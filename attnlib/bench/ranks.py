@@ -64,9 +64,8 @@ def window(
     if not alone or dist.get_rank() == 0:
         with power.Sampler() as sampler:
             taken = _timed(call, count, settle, clocks)
-        seen = sampler.medians(settled=True)[0], sampler.mean_watts()
-        if device().type == "cpu":
-            seen = None, None
+        on_gpu = device().type == "cuda"
+        seen = (sampler.medians(settled=True)[0], sampler.mean_watts()) if on_gpu else (None, None)
         found = torch.tensor([math.nan if x is None else x for x in (taken, *seen)], device=device())
     every = [torch.empty_like(found) for _ in range(dist.get_world_size())]
     dist.all_gather(every, found)
