@@ -229,10 +229,11 @@ def names_for(case: Case, which: str, lengths: Sequence[int], long: bool = False
     return [*SEVERAL, *(ways if case.length in lengths[2:3] else ()), OF_TORCH, RING_FA3[case.causal]]
 
 
-def fits(case: Case, which: str, names: Sequence[str], until: float) -> bool:
-    """Whether a call is likely to get its fewest rounds in time, two where one takes seconds."""
+def fits(case: Case, which: str, names: Sequence[str], until: float, rounds: range | None) -> bool:
+    """Whether a call is likely to get its rounds in time, or its fewest: two where one takes seconds."""
     one = case.flops(which) / TFLOPS / 1e9
     window, least = max(TIMED_MS + SETTLE_MS, one), 2 if case.flops(which) > LONG else ROUNDS.start
+    least = rounds.start if rounds else least
     return not ranks.late(until - (len(names) * (least * window + 2 * one) + 2 * one) / 1e3)  # + the check
 
 
@@ -246,7 +247,7 @@ def timed_rows(
         rows[name] |= {"gpus": 1 if name in (ONE, EACH) else count, "status": "not timed: no time was left"}
         if name.endswith(CONTROL):
             rows[name]["control_of"] = name.removesuffix(CONTROL)
-    if fits(case, which, names, until):
+    if fits(case, which, names, until, rounds):
         *tensors, d_out = whole(case)
         for name in names:
             try:
