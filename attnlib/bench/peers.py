@@ -23,12 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnlib.bench import names
+from attnlib.params import Varlen
 
 Tensor = torch.Tensor
 Call = Callable[[], Tensor]
@@ -122,9 +124,11 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Cal
 
 
 class _FA3Operators:
-    """FA3's operators in a library, for (B, S, H, D) tensors."""
+    """FA3's operators in a library, for tensors (B, S, H, D), or (T, H, D) of varlen sequences."""
 
     window, deterministic = (-1, -1), False
+    offsets: tuple[Any, ...] = (None, None)
+    longest: tuple[Any, ...] = (None, None)
 
     def __init__(self, library: Path) -> None:
         for runtime in sorted(library.parent.glob("libcudart.so.12*")):
@@ -132,26 +136,29 @@ class _FA3Operators:
         torch.ops.load_library(str(library))
         self.operators = torch.ops.flash_attn_3
 
-    def asked(self, window: tuple[int, int], deterministic: bool) -> _FA3Operators:
-        """The same for queries that see (left, right) keys beside their own; -1: all."""
+    def asked(self, window: tuple[int, int], deterministic: bool, varlen: Varlen | None) -> _FA3Operators:
+        """The same for queries that see (left, right) keys beside their own, -1: all; of these sequences."""
         other = copy.copy(self)
         other.window, other.deterministic = window, deterministic
+        if varlen is not None:
+            other.offsets, other.longest = varlen[:2], varlen[2:]
         return other
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> list[Tensor]:
         """[out, LSE]."""
-        # Positional, because builds differ in which arguments have defaults. The 20 empty ones: new keys and
-        # values, q_v, an output buffer, variable lengths, paging, rotary embedding, FP8 scales. After the
-        # mask: window (left, right), attention chunk, softcap, interleaved rotary, scheduler metadata, number
-        # of splits, packed GQA, SMs left free.
+        # Positional, because builds differ in which arguments have defaults. Empty are: new keys and values,
+        # q_v, an output buffer; offsets of new keys and used lengths; paging, rotary embedding, FP8 scales.
+        # After the mask: window (left, right), attention chunk, softcap, interleaved rotary, scheduler
+        # metadata, number of splits, packed GQA, SMs left free.
         return self.operators.fwd(
-            q, k, v, *[None] * 20, sm_scale, causal, *self.window, 0, 0.0, True, None, 1, None, 0
+            q, k, v, *[None] * 4, *self.offsets, *[None] * 3, *self.longest, *[None] * 9, sm_scale, causal,
+            *self.window, 0, 0.0, True, None, 1, None, 0,
         )[:2]  # fmt: skip
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, lengths: Tensor | None) -> Tensor:
         """One query for each sequence, to a cache of which `lengths` keys are used (None: all), split as FA3
         chooses."""
-        # As above; the ninth of the empty ones are the used lengths, and 0 splits is FA3's own choice.
+        # As above, without offsets; `lengths` are the used ones, and 0 splits is FA3's own choice.
         return self.operators.fwd(
             q, k, v, *[None] * 8, lengths, *[None] * 11, sm_scale, False, -1, -1, 0, 0.0, True,
             None, 0, None, 0,
@@ -169,11 +176,10 @@ class _FA3Operators:
 
         def call() -> tuple[Tensor, Tensor, Tensor]:
             gradients = tuple(torch.empty_like(x) for x in (q, k, v))
-            # The 6 empty ones: variable lengths, used lengths, longest lengths. After the mask: window,
-            # softcap, deterministic, SMs left free.
+            # Empty are used lengths. After the mask: window, softcap, deterministic, SMs left free.
             self.operators.bwd(
-                d_out, q, k, v, out, lse, *gradients, *[None] * 6, sm_scale, causal, *self.window,
-                0.0, self.deterministic, 0,
+                d_out, q, k, v, out, lse, *gradients, *self.offsets, None, None, *self.longest, sm_scale,
+                causal, *self.window, 0.0, self.deterministic, 0,
             )  # fmt: skip
             return gradients
 
@@ -230,35 +236,44 @@ def _no_fa3() -> str | None:
     return _no_gpu()
 
 
-def _fa3_asked(window: tuple[int, int] | None, deterministic: bool) -> Callable[..., Tensor]:
+def _fa3_asked(
+    window: tuple[int, int] | None, deterministic: bool, varlen: Varlen | None
+) -> Callable[..., Tensor]:
     """`_fa3_forward`, with what `fa3` was asked for."""
     forward = _fa3_forward()
     if isinstance(forward, _FA3Operators):
-        return forward.asked(window or (-1, -1), deterministic)
+        return forward.asked(window or (-1, -1), deterministic, varlen)
+    if varlen is not None:
+        raise ValueError("varlen: FlashAttention-3 takes part by its library (ATTNLIB_FA3), not its package")
     options = {"window_size": window} if window else {}
     return functools.partial(forward, **options | ({"deterministic": True} if deterministic else {}))
 
 
-def fa3(window: tuple[int, int] | None = None, deterministic: bool = False) -> Peer:
+def fa3(
+    window: tuple[int, int] | None = None, deterministic: bool = False, varlen: Varlen | None = None
+) -> Peer:
     """FlashAttention-3, for calls with this window (left, right) when one is given. `deterministic`: its
-    gradients have the same bits in every run."""
+    gradients have the same bits in every run. `varlen`: tensors are (T, H, D), of these sequences."""
+
+    def turned(x: Tensor) -> Tensor:  # to FA3's order of dimensions and back
+        return x.transpose(1, 2) if varlen is None else x
 
     def make(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Call:
-        forward = _fa3_asked(window, deterministic)
-        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        return lambda: forward(q, k, v, causal, sm_scale).transpose(1, 2)
+        forward = _fa3_asked(window, deterministic, varlen)
+        q, k, v = (turned(x).contiguous() for x in (q, k, v))
+        return lambda: turned(forward(q, k, v, causal, sm_scale))
 
     def gradient(
         d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float
     ) -> GradientCall:
-        forward = _fa3_asked(window, deterministic)
-        d_out, q, k, v = (x.transpose(1, 2).contiguous() for x in (d_out, q, k, v))
+        forward = _fa3_asked(window, deterministic, varlen)
+        d_out, q, k, v = (turned(x).contiguous() for x in (d_out, q, k, v))
         if isinstance(forward, _FA3Operators):
             backward = forward.backward(d_out, (q, k, v), causal, sm_scale)
         else:  # the package knows autograd
             q, k, v = (x.requires_grad_() for x in (q, k, v))
             backward = through_autograd(forward(q, k, v, causal, sm_scale), d_out, q, k, v)
-        return lambda: tuple(x.transpose(1, 2) for x in backward())
+        return lambda: tuple(map(turned, backward()))
 
     return Peer("fa3", "FlashAttention-3, its own CUDA build", _no_fa3, make, gradient)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import time_varlen  # noqa: E402
 import torch
 from time_varlen import Case  # noqa: E402
 
+from attnlib import dispatch
+from attnlib.bench import peers
 from attnlib.kernels.reference.gradients import visible
-from attnlib.params import mask_window
+from attnlib.params import Params, Varlen, mask_window
 
 SMALL = {
     "batch": Case("equal", (40, 40), 16, 2, False),
@@ -44,7 +48,7 @@ def test_a_right_call_can_be_timed_and_a_wrong_one_not(name, device, monkeypatch
     case = SMALL[name]
     inputs = time_varlen.make_inputs(case, device)
     assert list(time_varlen.passes(case, inputs, "triton")) == ["forward", "backward"]
-    forward, backward = time_varlen.LAUNCHERS["triton"]
+    forward, backward = time_varlen.dispatch.forward, time_varlen.dispatch.backward
 
     def wrong_forward(*args):
         out, lse = forward(*args)
@@ -54,10 +58,44 @@ def test_a_right_call_can_be_timed_and_a_wrong_one_not(name, device, monkeypatch
         dq, dk, dv = backward(*args)
         return dq, dk, torch.zeros_like(dv)
 
-    for planted in ((wrong_forward, backward), (forward, wrong_backward)):
-        monkeypatch.setitem(time_varlen.LAUNCHERS, "triton", planted)
-        with pytest.raises(AssertionError, match="is wrong"):
-            time_varlen.passes(case, inputs, "triton")
+    for name, planted in (("forward", wrong_forward), ("backward", wrong_backward)):
+        with monkeypatch.context() as patch:
+            patch.setattr(time_varlen.dispatch, name, planted)
+            with pytest.raises(AssertionError, match="is wrong"):
+                time_varlen.passes(case, inputs, "triton")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_fa3_is_asked_for_the_same_call(name, device, monkeypatch):
+    """Its operators get offsets and longest lengths of varlen sequences, the mask and its own layout."""
+    case, inputs = SMALL[name], time_varlen.make_inputs(SMALL[name], device)
+    seen = []
+
+    def ours(q, k, v, offsets, longest, causal, window):
+        turned = (lambda x: x) if offsets[0] is not None else (lambda x: x.transpose(1, 2))
+        varlen = Varlen(*offsets, *longest) if offsets[0] is not None else None
+        params = Params(mask_window(causal, None if window == (-1, -1) else window), 16**-0.5, varlen,
+                        return_lse=True, impl="reference")  # fmt: skip
+        tensors = [turned(x) for x in (q, k, v)]
+        out, lse = dispatch.forward(*tensors, params)
+        return dispatch.Saved(*tensors, out, lse), params, turned
+
+    def fwd(*call):
+        seen.append(call[7:9])
+        saved, _, turned = ours(*call[:3], call[7:9], call[12:14], call[24], call[25:27])
+        return turned(saved.out), saved.lse
+
+    def bwd(*call):
+        q, k, v = call[1:4]
+        saved, params, turned = ours(q, k, v, call[9:11], call[13:15], call[16], call[17:19])
+        for target, one in zip(call[6:9], dispatch.backward(turned(call[0]), saved, params), strict=True):
+            target.copy_(turned(one))
+
+    fa3 = peers._FA3Operators.__new__(peers._FA3Operators)
+    fa3.operators = types.SimpleNamespace(fwd=fwd, bwd=bwd)
+    monkeypatch.setattr(peers, "_fa3_forward", lambda: fa3)
+    assert list(time_varlen.passes(case, inputs, "fa3")) == ["forward", "backward"]
+    assert seen and all((offsets[0] is None) == (inputs.varlen is None) for offsets in seen)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

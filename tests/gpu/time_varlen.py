@@ -1,11 +1,15 @@
-"""Time varlen sequences, windows and short sequences on this GPU, forward and backward, in both kernels.
+"""Time varlen sequences, windows and short sequences on this GPU, forward and backward, in both kernels and
+in FlashAttention-3.
 
-    python tests/gpu/time_varlen.py             all of it, about two minutes; figures/data/<gpu>/varlen.json
+    python tests/gpu/time_varlen.py             all of it, some three minutes; figures/data/<gpu>/varlen.json
     python tests/gpu/time_varlen.py --dims 128  one head dimension
+    python tests/gpu/time_varlen.py --seconds 90    begin nothing after so many, and say what is left out
 
 fp16, causal but where it says dense. A time is the median over shuffled rounds of calls with a cold L2; a
-batch and the same rows as varlen sequences are in the same rounds. Before it is taken the call is judged
-against fp64: the last head of its last sequence, forward and gradients. Nothing wrong is timed.
+batch and the same rows as varlen sequences are in the same rounds, and so is attnlib's Hopper kernel a second
+time, the control. FlashAttention-3 takes part where ATTNLIB_FA3 names its library. Before it is taken the
+call is judged against fp64: the last head of its last sequence, forward and gradients. Nothing wrong is
+timed. The record is written after each call.
 Status 0 when all calls were right, 1 otherwise, 2 without a Hopper GPU.
 """
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, product
 from pathlib import Path
@@ -27,15 +32,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from attnlib import dispatch  # noqa: E402
-from attnlib.bench import records  # noqa: E402
+from attnlib.bench import peers, records  # noqa: E402
 from attnlib.bench.backward import FLOPS  # noqa: E402
 from attnlib.bench.gradient_oracle import GradientOracle  # noqa: E402
 from attnlib.bench.oracle import Oracle  # noqa: E402
 from attnlib.bench.setting import WINDOW  # noqa: E402
 from attnlib.params import Params, Varlen, mask_window  # noqa: E402
 
-LAUNCHERS = dict.fromkeys(("hopper", "triton"), (dispatch.forward, dispatch.backward))
-"""Kernel -> its forward and its backward pass."""
+KERNELS = "hopper", "triton", "fa3", "hopper (control)"
 HEADS = {64: 32, 128: 16, 256: 8}
 """Head dimension -> heads, as in the shapes of the task."""
 TOKENS = 16384
@@ -53,6 +57,11 @@ class Case(NamedTuple):
     varlen: bool
     width: int | None = None
     causal: bool = True
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """Keys that a query sees on its left and on its right, as `attention` takes them."""
+        return None if self.width is None else (self.width - 1, 0)
 
     @property
     def label(self) -> str:
@@ -106,15 +115,24 @@ def make_inputs(case: Case, device: str) -> Inputs:
 
 def passes(case: Case, inputs: Inputs, kernel: str) -> dict[str, Callable[[], Any]]:
     """Forward and backward of a call, judged before they are returned. AssertionError if one is wrong."""
-    forward, backward = LAUNCHERS[kernel]
+    found = of_fa3(case, inputs) if kernel == "fa3" else of_attnlib(case, inputs, kernel.split()[0])
+    judge(case, inputs, found["forward"](), found["backward"]())
+    return found
+
+
+def of_attnlib(case: Case, inputs: Inputs, impl: str) -> dict[str, Callable[[], Any]]:
     q, k, v, d_out, varlen = inputs
-    window = mask_window(case.causal, None if case.width is None else (case.width - 1, 0))
-    params = Params(window, case.head_dim**-0.5, varlen, impl=kernel)
-    out, lse = forward(q, k, v, params._replace(return_lse=True))
+    params = Params(mask_window(case.causal, case.window), case.head_dim**-0.5, varlen, impl=impl)
+    out, lse = dispatch.forward(q, k, v, params._replace(return_lse=True))
     saved = dispatch.Saved(q, k, v, out, lse)
-    gradients = backward(d_out, saved, params)
-    judge(case, inputs, out, gradients)
-    return {"forward": lambda: forward(q, k, v, params), "backward": lambda: backward(d_out, saved, params)}
+    return {"forward": lambda: dispatch.forward(q, k, v, params)[0],
+            "backward": lambda: dispatch.backward(d_out, saved, params)}  # fmt: skip
+
+
+def of_fa3(case: Case, inputs: Inputs) -> dict[str, Callable[[], Any]]:
+    q, k, v, d_out, varlen = inputs
+    peer, how = peers.fa3(case.window, varlen=varlen), (case.causal, case.head_dim**-0.5)
+    return {"forward": peer.make(q, k, v, *how), "backward": peer.make_backward(d_out, q, k, v, *how)}
 
 
 def judge(case: Case, inputs: Inputs, out: torch.Tensor, gradients: tuple[torch.Tensor, ...]) -> None:
@@ -125,9 +143,8 @@ def judge(case: Case, inputs: Inputs, out: torch.Tensor, gradients: tuple[torch.
         return x[-last:, -1:].transpose(0, 1)[None] if case.varlen else x[-1:, -1:]
 
     q, k, v, d_out = (part(x) for x in inputs[:4])
-    window = None if case.width is None else (case.width - 1, 0)
-    Oracle(q, k, v, case.causal, window=window).judge(part(out)).raise_if_bad(case.label)
-    oracle = GradientOracle(d_out, q, k, v, case.causal, window)
+    Oracle(q, k, v, case.causal, window=case.window).judge(part(out)).raise_if_bad(case.label)
+    oracle = GradientOracle(d_out, q, k, v, case.causal, case.window)
     for verdict in oracle.judge(*(part(x) for x in gradients)).values():
         verdict.raise_if_bad(case.label)
 
@@ -143,12 +160,13 @@ def products(case: Case) -> float:
 
 
 def rows(group: Sequence[Case], rounds: int) -> Iterator[dict[str, Any]]:
-    """Times of calls that are compared, in both kernels."""
-    calls = {}
+    """Times of calls that are compared, in all kernels."""
+    calls: dict[tuple[Case, str, str], Callable[[], Any]] = {}
     for case in group:
         inputs = make_inputs(case, "cuda")
-        for kernel in LAUNCHERS:
-            calls |= {(case, kernel, name): call for name, call in passes(case, inputs, kernel).items()}
+        for kernel in KERNELS:
+            if kernel != "fa3" or peers.fa3().available() is None:
+                calls |= {(case, kernel, name): call for name, call in passes(case, inputs, kernel).items()}
     for (case, kernel, name), taken in in_rounds(calls, rounds, WINDOW).items():
         ms = statistics.median(taken)
         flops = products(case) * (FLOPS if name == "backward" else 1)
@@ -156,6 +174,7 @@ def rows(group: Sequence[Case], rounds: int) -> Iterator[dict[str, Any]]:
             "call": case.label, "head_dim": case.head_dim, "heads": case.heads, "varlen": case.varlen,
             "sequences": len(case.lengths), "longest": max(case.lengths), "width": case.width,
             "causal": case.causal, "kernel": kernel, "pass": name, "ms": ms, "tflops": flops / ms / 1e9,
+            "round_ms": taken,
         }  # fmt: skip
 
 
@@ -163,6 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time varlen sequences and windows on this GPU.")
     parser.add_argument("--dims", default="64,128,256", help="head dimensions (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=240,
+                        help="begin nothing after so many (default: %(default)s)")  # fmt: skip
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/varlen.json)")
     args = parser.parse_args(argv)
     dims = [int(d) for d in args.dims.split(",")]
@@ -171,8 +192,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if no_hopper():
         return 2
     tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    wrong = 0
+    header = records.provenance({"rounds": args.rounds, "timed": "median of rounds, cold L2"})
+    path, begin, wrong = records.report_path("varlen", header, args.out), time.monotonic(), 0
+    if reason := peers.fa3().available():
+        print(f"without FlashAttention-3: {reason}")
     for case, group in groupby(cases(dims), lambda case: case._replace(varlen=False)):
+        if time.monotonic() - begin > args.seconds:
+            print(f"left out, no time: {case.label}")
+            continue
         try:
             found = list(rows(list(group), args.rounds))
         except AssertionError as error:
@@ -180,12 +207,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, flush=True)
             continue
         tables.setdefault(case.table, {"rows": []})["rows"] += found
+        records.write_report(path, header, tables)
         for label, calls in groupby(found, lambda row: row["call"]):
             times = (f"{row['kernel']} {row['pass']} {row['ms']:.3f}" for row in calls)
             print(f"{label:36}", "  ".join(times), flush=True)
-    header = records.provenance({"rounds": args.rounds, "timed": "median of rounds, cold L2"})
-    path = records.report_path("varlen", header, args.out)
-    records.write_report(path, header, tables)
     print(path)
     return int(wrong > 0)
 
