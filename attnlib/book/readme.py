@@ -27,7 +27,7 @@ MONARCH, MONARCH_TOKENS = ("monarch", "sweep"), (1024, 4096, 16384, 65536)
 ENTMAX, ENTMAX_CODES = "entmax", 10
 DISTR, DISTR_TOKENS = ("distr", "attention"), (4096, 16384)
 DISTRIBUTED, SPARSE, SPARSE_LONG, S2 = "distributed", "sparse", "sparse_65536", "s2"
-KEPT_SHIFT, PLANE = "kept_shift", ("plane", "cells")
+KEPT_SHIFT, PLANE, VARLEN = "kept_shift", ("plane", "cells"), "varlen"
 """Records and tables that are shown."""
 
 
@@ -197,6 +197,29 @@ def _head_dims(table: records.Table, way: str, padded: str = "padded to a power 
                 found = verdict.judge(table, Shape.of_row(row), "attnlib", "fa3")
                 cells["of_fa3"] = f"{found.ratio:.3f}, {found.word}"
     return _shown(lines, columns, table)
+
+
+def varlen_table() -> str:
+    """The tables of varlen sequences, of the record of `tests/gpu/time_varlen.py`: forward and backward."""
+    names = {"hopper": "attnlib", "triton": "our Triton kernel", "fa3": "FA3"}
+    found = [records.load(VARLEN, name, gpu=records.REFERENCE_GPU) for name in ("short", "equal", "lengths")]
+    parts = []
+    for way in ("forward", "backward"):
+        columns = {"call": f"Varlen, fp16, {way}, TFLOP/s", **names, "of_fa3": "attnlib / FA3"}
+        lines: Lines = {}
+        for table in found:
+            rows = [row for row in table.rows if row["varlen"] and row["pass"] == way]
+            for call in dict.fromkeys(row["call"] for row in rows):
+                of = {row["kernel"]: row for row in rows if row["call"] == call}
+                cells = _cells(lines, call, columns)
+                cells |= {name: f"{of[name]['tflops']:.0f}" for name in names if name in of}
+                if "fa3" in of:
+                    control = of["hopper (control)"]["ms"] / of["hopper"]["ms"]
+                    ratio = of["fa3"]["ms"] / of["hopper"]["ms"]
+                    noise = max(control, 1 / control), verdict.spread(of["hopper"], of["fa3"])
+                    cells["of_fa3"] = verdict.Verdict("attnlib", "fa3", None, ratio, *noise).cell()
+        parts.append(_shown(lines, columns, *found))
+    return "\n\n".join(parts)
 
 
 def kept_shift_table() -> str:
@@ -396,7 +419,7 @@ def s2_table() -> str:
 SECTIONS = {
     "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
     "kept_shift": kept_shift_table, "plane": plane_table, "head_dims": head_dims_table,
-    "values": values_table, "backward": backward_table, "host": host_table, "decode": decode_table,
+    "values": values_table, "varlen": varlen_table, "backward": backward_table, "host": host_table, "decode": decode_table,
     "fp8_caches": fp8_caches_table, "generate": generate_table,
     "fp8": fp8_table, "sparse": sparse_tables, "s2": s2_table, "approximate": approximate_tables,
     "entmax": entmax_table, "distributed": distributed_table,
