@@ -419,8 +419,8 @@ def s2_table() -> str:
 SECTIONS = {
     "ladder": ladder_table, "modes": modes_table, "teaching": partial(ladder_table, TEACHING),
     "kept_shift": kept_shift_table, "plane": plane_table, "head_dims": head_dims_table,
-    "values": values_table, "varlen": varlen_table, "backward": backward_table, "host": host_table, "decode": decode_table,
-    "fp8_caches": fp8_caches_table, "generate": generate_table,
+    "values": values_table, "varlen": varlen_table, "backward": backward_table, "host": host_table,
+    "decode": decode_table, "fp8_caches": fp8_caches_table, "generate": generate_table,
     "fp8": fp8_table, "sparse": sparse_tables, "s2": s2_table, "approximate": approximate_tables,
     "entmax": entmax_table, "distributed": distributed_table,
 }  # fmt: skip
