@@ -54,5 +54,10 @@ def check_placed(placed: Placed, group: Group) -> None:
             raise TypeError(f"{name}: expected a DTensor with Shard({dim}) in every dimension of its mesh")
         if x.device_mesh != mesh:
             raise ValueError(f"{name}: expected the mesh of {named}, {mesh}, got {x.device_mesh}")
+        if x.shape[dim] % mesh.size():
+            raise ValueError(
+                f"{name}: expected dimension {dim} to be a multiple of {mesh.size()}, so that all ranks have "
+                f"as much, got {x.shape[dim]}"
+            )
     if group not in (None, mesh):
         raise ValueError(f"group: expected None or the mesh of the DTensors, got {group}")

@@ -516,6 +516,11 @@ def bad_varlen(what: str) -> str:
         q, k, v = (as_dtensor(x, 1) for x in (q, k, v))
     if what == "a DTensor among others":
         k = as_dtensor(k)
+    if what == "an uneven DTensor":
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (2,))
+        q, k, v = (distribute_tensor(torch.randn(39, 4, 16), mesh, [Shard(0)]) for _ in range(3))
     keys = k[:10] if what == "keys" else k
     return told(lambda: cp.attention_varlen(q, keys, v[: len(keys)], offsets, longest, impl="reference"))
 
