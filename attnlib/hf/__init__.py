@@ -25,7 +25,7 @@ predicted from a padded one.
 
 An attention_mask, where there is one, decides what is attended to. `position_ids` say it where there is none,
 with a cache that is still empty and can grow, too, if the model hands them to its attention (its "sdpa"
-ignores them then).
+ignores them then). A later step without an attention_mask does not go on from such a cache.
 
 Inside of a compiled graph the values of a mask can't be read, so padding is computed too, and up to 64 packed
 sequences per row; more, or holes under a window, fail when the graph runs. Any other mask becomes a bias
@@ -46,13 +46,15 @@ def register() -> None:
     """Make attn_implementation="attnlib" known to transformers. A second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from attnlib.hf import capturing
+    from attnlib.hf import caches, capturing
     from attnlib.hf.mask_functions import attention_mask
     from attnlib.hf.models import check_when_chosen
 
+    # An old name, whose prefix transformers takes off for attention, but not for masks.
+    old_name = f"paged|{NAME}"
+    caches.prepare(NAME, old_name)
     capturing.prepare()
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
-    # An old name, whose prefix transformers takes off for attention, but not for masks.
-    AttentionMaskInterface.register(f"paged|{NAME}", attention_mask)
+    AttentionMaskInterface.register(old_name, attention_mask)
     check_when_chosen()

@@ -9,7 +9,7 @@ import torch
 from attnlib import attention, attention_decode
 from attnlib.api.exact import autocast
 from attnlib.arguments.decode import MOST_QUERIES
-from attnlib.hf import capturing, given, static
+from attnlib.hf import caches, capturing, given, static
 from attnlib.hf import mask as masks
 from attnlib.hf.layout import Layout, attend, numbered, packed, require, values_known
 from attnlib.hf.mask import Mask
@@ -101,8 +101,10 @@ def attention_forward(
     told = any(x is not None for x in lengths)
     fixed = static.is_made(attention_mask, query.shape[0])
     if fixed and told:
-        raise _packed_in_a_fixed_size("cu_seq_lens_q")
+        raise ValueError(f"cu_seq_lens_q: {_ONE_SEQUENCE}")
     if fixed:
+        if position_ids is not None and query.shape[2] > 1 and not values_known(attention_mask):
+            _check_in_graph(position_ids, query, attention_mask)
         plain = not Asked(softcap, s_aux, None, position_bias).anything
         if plain and static.fits_decode(query, attention_mask) and not _differentiated(query, key, value):
             out = static.decode(*_for_decode(query, key, value), attention_mask, scaling)
@@ -128,8 +130,8 @@ def attention_forward(
         layout = mask.layout
         if position_ids is not None and mask.causal:
             layout = _with_positions(position_ids, query.shape[0], mask)
-        if fixed and layout is not mask.layout:
-            raise _packed_in_a_fixed_size("position_ids")
+    if layout is not mask.layout:
+        _check_cache(mask, "cu_seq_lens_q" if told else "position_ids", fixed, layout)
     options = {"causal": mask.causal, "window": mask.window, "deterministic": bool(deterministic)}
     asked = Asked(softcap, s_aux, mask.bias, position_bias)
     if asked.anything or mask.block_mask is not None:
@@ -237,12 +239,29 @@ def _from_arguments(
 # ---------------------------------------------------------------- packed sequences
 
 
-def _packed_in_a_fixed_size(name: str) -> ValueError:
-    """Its mask does not say if there was an attention_mask, and no later step would know what is packed."""
-    return ValueError(
-        f"{name}: expected one sequence in each row beside a cache of a fixed size, got packed sequences. "
-        "Leave out the cache, or use one that grows"
-    )
+_ONE_SEQUENCE = (
+    "expected one sequence in each row beside a cache of a fixed size, got packed sequences. Leave out the "
+    "cache, or use one that grows"
+)
+"""The mask of such a cache does not say if there was an attention_mask, and no later step would know what is
+packed."""
+
+
+def _check_cache(mask: Mask, name: str, fixed: bool, layout: Layout) -> None:
+    """ValueError for packed sequences, which the argument `name` tells of, beside a cache of a fixed size;
+    another one is known to hold them from now on."""
+    if fixed or caches.is_fixed(mask.cache):
+        raise ValueError(f"{name}: {_ONE_SEQUENCE}")
+    if layout.cu_seqlens_q.numel() > 2 and values_known(layout.cu_seqlens_q):
+        caches.remember_packed(mask.cache)
+
+
+def _check_in_graph(position_ids: torch.Tensor, query: torch.Tensor, spans: torch.Tensor) -> None:
+    """The same for the tensor of a cache of a fixed size, when a graph runs."""
+    rows, queries = query.shape[0], query.shape[2]
+    if position_ids.shape in ((rows, queries), (1, queries)):
+        up = _go_up(position_ids.expand(rows, -1), static.kept(spans, queries))
+        require(up, f"position_ids: {_ONE_SEQUENCE}")
 
 
 def _told(lengths: tuple, query: torch.Tensor, mask: Mask) -> Layout:
@@ -274,7 +293,11 @@ def _with_positions(position_ids: torch.Tensor, batch: int, mask: Mask) -> Layou
     if not fits or position_ids.shape[0] not in (1, batch) or (mask.layout is not None and mask.kept is None):
         return mask.layout
     if not values_known(position_ids):
-        return _looked_at(position_ids.expand(batch, -1), mask)
+        position_ids = position_ids.expand(batch, -1)
+        if caches.is_fixed(mask.cache) and mask.kept is None:
+            require(_go_up(position_ids, None), f"position_ids: {_ONE_SEQUENCE}")
+            return mask.layout
+        return _looked_at(position_ids, mask)
     version = None if position_ids.is_inference() else position_ids._version
     reference, *known = _seen.get(mask, (lambda: None, None, None))
     if reference() is position_ids and known[0] == version:
@@ -284,13 +307,23 @@ def _with_positions(position_ids: torch.Tensor, batch: int, mask: Mask) -> Layou
     return layout
 
 
+def _go_up(position_ids: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    """Whether no row begins anew, of (B, S) positions and bool (B, S), False for padding; a bool tensor of
+    one element. Behind padding in the middle of a row a sequence begins at 0, and any other position goes on:
+    `generate()` counts from the padding on where a text ends with some."""
+    up = position_ids.diff(dim=1) > 0
+    if kept is None:
+        return up.all()
+    before = kept.cumsum(1)[:, :-1] > 0
+    goes_on = torch.where(kept[:, :-1], up, ~before | (position_ids[:, 1:] > 0))
+    return (~kept[:, 1:] | goes_on).all()
+
+
 def _looked_at(position_ids: torch.Tensor, mask: Mask) -> Layout | None:
     if mask.kept is not None:
         kept = mask.kept[:, mask.kv_length - mask.q_length :]
-        position = position_ids.masked_fill(~kept, -1)
-        before = torch.nn.functional.pad(position.cummax(1).values[:, :-1], (1, 0), value=-1)
         require(
-            (~kept | (position > before)).all(),
+            _go_up(position_ids, kept),
             "position_ids: expected positions that go up in each row beside an attention_mask, got packed "
             "sequences; leave attention_mask out, or position_ids",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ class Mask:
         bias: a tensor of the caller's that is added to the scores.
         config: the name of the class of the model's configuration.
         rows: B, where rows differ in their padding, or are packed; None where it is the same for all.
+        cache: transformers' cache that it was made for; None if there is none, or it is not known.
     """
 
     q_length: int
@@ -44,6 +46,7 @@ class Mask:
     block_mask: BlockMask | None = None
     bias: torch.Tensor | None = None
     rows: int | None = None
+    cache: Any = None
 
     def to(self, *args, **kwargs) -> Mask:
         """The mask on another device: what moves a model's inputs between its parts calls this. Its dtypes

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from transformers import masking_utils
 
-from attnlib.hf import mask, static
+from attnlib.hf import caches, mask, static
 from attnlib.hf.evaluated import Asked, evaluated
 from attnlib.hf.forward import check_unknown
 from attnlib.hf.layout import packed, values_known
@@ -50,9 +50,12 @@ def attention_mask(
 
     ValueError if the model's class does not support "sdpa", or for a mask function that can't be evaluated.
     """
+    cache = caches.taken()
     if isinstance(attention_mask, mask.Mask):  # made before the model was called
         return attention_mask
     check_unknown(others)
+    if attention_mask is None:
+        caches.check_continued(cache, q_offset)
     name = "" if config is None else type(config).__name__
     if attention_mask is not None and batch_size is not None and len(attention_mask) != batch_size:
         raise ValueError(
@@ -90,7 +93,7 @@ def attention_mask(
             return dense()
         padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         offset = 0 if isinstance(q_offset, torch.Tensor) else q_offset
-        form = mask.Mask(q_length, kv_length, offset, config=name)
+        form = mask.Mask(q_length, kv_length, offset, config=name, cache=cache)
         asked = Asked(mask_function, padding, q_offset, kv_offset, batch_size, device)
         return replace(form, block_mask=evaluated(asked, form))
     causal, window = found.right == 0, None
@@ -115,7 +118,8 @@ def attention_mask(
         return static.made(plain, q_offset + q_length - kv_offset, batch_size, device)
     layout = None if found.sequences is None else packed(found.sequences)
     rows = next((len(x) for x in (kept, found.sequences) if x is not None), None)
-    return mask.settled(mask.Mask(q_length, kv_length, offset, causal, window, kept, layout, name, rows=rows))
+    named = {"config": name, "rows": rows, "cache": cache}
+    return mask.settled(mask.Mask(q_length, kv_length, offset, causal, window, kept, layout, **named))
 
 
 def _is_fixed(q_length: int, kv_length: int, q_offset, kv_offset: int) -> bool:

@@ -72,6 +72,13 @@ def bias(query: torch.Tensor, spans: torch.Tensor, kv_length: int) -> torch.Tens
     return as_bias(seen.unsqueeze(1), query.dtype)
 
 
+def kept(spans: torch.Tensor, q_length: int) -> torch.Tensor:
+    """Which of the queries, the last of the keys that are there, are no padding: bool (B, Sq)."""
+    starts, ends = spans[STARTS, 0, 0], spans[LENGTHS, 0, 0]
+    place = ends[:, None] - q_length + torch.arange(q_length, device=spans.device)
+    return place >= starts[:, None]
+
+
 def fits_decode(query: torch.Tensor, spans: torch.Tensor) -> bool:
     """Whether `decode` computes it: one query, or few in a graph, in which nothing is known of the values."""
     queries = query.shape[2]

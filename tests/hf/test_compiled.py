@@ -167,3 +167,25 @@ def test_one_token_after_the_other_with_a_sliding_window(device):
         logits += [step(ids[:, t : t + 1], past_key_values=cache).logits for t in range(9, 12)]
         found[implementation] = torch.cat(logits, 1)
     torch.testing.assert_close(found["attnlib"], found["sdpa"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "sliding window"])
+def test_packed_rows_and_a_cache_of_a_fixed_size(name, device):
+    """A prompt longer than the window of 7, whose positions are known when the graph runs."""
+    model = one_layer(name, "attnlib", device)
+    step = torch.compile(model.forward, backend="eager", fullgraph=True)
+    ids = tokens(2, 20, device)
+    row = torch.arange(20, device=device)[None]
+    left = torch.ones_like(ids)
+    left[0, :4] = 0
+    shifted = (left.cumsum(1) - 1).masked_fill(left == 0, 0)
+    with torch.no_grad():
+        for given in ({"position_ids": row}, {"position_ids": shifted, "attention_mask": left}):
+            found, expected = (
+                call(ids, past_key_values=transformers.StaticCache(model.config, 32), **given).logits
+                for call in (step, model)
+            )
+            close(found, expected, given)
+        cache = transformers.StaticCache(model.config, 32)
+        with pytest.raises(RuntimeError, match="^position_ids: expected one sequence in each row beside a"):
+            step(ids, past_key_values=cache, position_ids=row % 9)

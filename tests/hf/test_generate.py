@@ -101,9 +101,14 @@ BEHIND = {
 
 
 @pytest.mark.parametrize("side", BEHIND)
-@pytest.mark.parametrize("name", ["llama", "sliding window", "latent attention", "qwen2"])
-def test_padding_behind_the_text(name, side, device):
-    """transformers warns of it, and goes on from the padding: so do we, in the same way."""
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [(x, True) for x in ("llama", "sliding window", "latent attention", "qwen2")]
+    + [("llama", False), ("sliding window", False)],
+)
+def test_padding_behind_the_text(name, cache, side, device):
+    """transformers warns of it, and goes on from the padding, where positions begin anew: so do we, in the
+    same way. Without a cache each step has the padding in the middle of its rows."""
     ids = tokens(3, 12, device)
     mask = torch.ones_like(ids)
     for row, places in enumerate(BEHIND[side]):
@@ -113,7 +118,9 @@ def test_padding_behind_the_text(name, side, device):
         model = build(name, implementation, device)
         model.generation_config.eos_token_id = None
         found.append(
-            model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0)
+            model.generate(
+                ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0, use_cache=cache
+            )
         )
     assert torch.equal(*found) and len(found[0][:, 12:].unique()) > 4
 

@@ -3,6 +3,7 @@ computed is what "sdpa" computes; the rest is an error that names the argument."
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -139,29 +140,66 @@ def test_gradients_of_packed_rows(device):
     close(*grads)
 
 
-def test_a_cache_of_packed_rows_is_not_continued(device):
-    """Which of its sequences a token goes on with can't be known."""
-    model = build("llama", "attnlib", device)
-    packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=device)
+@pytest.mark.parametrize("name", ["llama", "sliding window"])
+@pytest.mark.parametrize("told", [False, True], ids=["position_ids", "cu_seq_lens"])
+def test_a_cache_of_packed_rows_is_not_continued(told, name, device):
+    """Which of its sequences a token goes on with can't be known, whatever position it is said to have."""
+    model = build(name, "attnlib", device)
+    packed = torch.tensor([[0, 1, 2, *range(9)]], device=device)
+    inputs, next_token = {"position_ids": packed}, tokens(1, 1, device)
+    if told:
+        offsets = torch.tensor([0, 3, 12], dtype=torch.int32, device=device)
+        inputs |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 9, "max_length_k": 9}
     with torch.no_grad():
-        cache = model(tokens(1, 7, device), position_ids=packed).past_key_values
-        position = torch.tensor([[4]], device=device)
+        cache = model(tokens(1, 12, device), **inputs).past_key_values
+        for held in (cache, copy.deepcopy(cache)):
+            for position in (torch.tensor([[9]], device=device), torch.tensor([[12]], device=device), None):
+                with pytest.raises(ValueError, match="^past_key_values: expected a cache of one sequence in"):
+                    model(next_token, position_ids=position, past_key_values=held)
+        ones = torch.ones(1, 13, dtype=torch.long, device=device)
+        model(next_token, attention_mask=ones, past_key_values=copy.deepcopy(cache))  # which decides
+
+
+def test_a_cache_that_held_packed_rows_can_be_used_again(device):
+    model, ids = build("llama", "attnlib", device), tokens(1, 7, device)
+    with torch.no_grad():
+        cache = model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=device)).past_key_values
+        cache.crop(-7)
+        model(ids, past_key_values=cache)
+        found = model(tokens(1, 1, device), past_key_values=cache).logits
+        close(found[:, -1], model(torch.cat([ids, tokens(1, 1, device)], 1)).logits[:, -1])
+
+
+def test_positions_that_go_back_in_a_cache_of_one_sequence(device):
+    model = build("llama", "attnlib", device)
+    with torch.no_grad():
+        cache = model(tokens(1, 7, device)).past_key_values
         with pytest.raises(
             ValueError, match="^position_ids: expected positions that go on behind the tokens"
         ):
+            position = torch.tensor([[4]], device=device)
             model(tokens(1, 1, device), position_ids=position, past_key_values=cache)
 
 
 @pytest.mark.parametrize("ones", [False, True], ids=["", "beside an attention_mask"])
 def test_packed_rows_and_a_cache_of_a_fixed_size(ones, device):
     """Its mask is the same with an attention_mask of ones, which decides; later steps would see it all."""
-    ids, position_ids = tokens(1, 7, device), torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=device)
-    model = build("llama", "attnlib", device)
-    offsets = torch.tensor([0, 3, 7], dtype=torch.int32, device=device)
-    said = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 4, "max_length_k": 4}
+    mask = torch.ones(1, 12, dtype=torch.long, device=device) if ones else None
+    refused_with_a_fixed_size(build("llama", "attnlib", device), mask)
+
+
+def test_packed_rows_longer_than_the_window_and_a_cache_of_a_fixed_size(device):
+    """Where all layers are sliding no mask of this pass tells of the size: it has a key for each query."""
+    refused_with_a_fixed_size(build("sliding window", "attnlib", device), None)
+
+
+def refused_with_a_fixed_size(model, mask):
+    device = model.device
+    ids, position_ids = tokens(1, 12, device), torch.tensor([[0, 1, 2, *range(9)]], device=device)
+    offsets = torch.tensor([0, 3, 12], dtype=torch.int32, device=device)
+    said = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 9, "max_length_k": 9}
     for name, inputs in (("position_ids", {"position_ids": position_ids}), ("cu_seq_lens_q", said)):
         cache = transformers.StaticCache(config=model.config, max_cache_len=16)
-        mask = torch.ones_like(ids) if ones else None
         with torch.no_grad(), pytest.raises(ValueError, match=f"^{name}: expected one sequence in each row"):
             model(ids, attention_mask=mask, past_key_values=cache, **inputs)
 
@@ -184,6 +222,17 @@ def test_packed_rows_beside_an_attention_mask(ones, device):
         logits(
             "llama", "attnlib", device, tokens(1, 7, device), position_ids=position_ids, attention_mask=mask
         )
+
+
+def test_a_sequence_that_begins_behind_a_hole(device):
+    """Other positions go on there, see test_generate."""
+    ids, mask = tokens(1, 8, device), torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1]], device=device)
+    with pytest.raises(ValueError, match="^position_ids: expected positions that go up in each row beside"):
+        positions = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3]], device=device)
+        logits("llama", "attnlib", device, ids, position_ids=positions, attention_mask=mask)
+    with pytest.raises(ValueError, match="^position_ids: expected positions that go up in each row beside"):
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 1, 2]], device=device)
+        logits("llama", "attnlib", device, ids, position_ids=positions, attention_mask=mask)
 
 
 def test_cu_seq_lens(device):

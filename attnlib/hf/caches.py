@@ -1,0 +1,69 @@
+"""The cache that a mask is made for. transformers does not hand it to the function that makes the mask, but
+packed sequences ask for it: a cache of a fixed size takes none, and one that holds some is not continued."""
+
+from __future__ import annotations
+
+import threading
+from functools import wraps
+from typing import Any
+
+_asked = threading.local()
+_HOLDS_PACKED = "attnlib_holds_packed"
+"""An attribute of caches, since copies of them hold the same."""
+
+
+def prepare(*names: str) -> None:
+    """From now on `taken` knows the cache of models with an implementation of these names: the function of
+    transformers that looks at its length, right before it asks for a mask, is wrapped. A version without this
+    function leaves the cache unknown."""
+    from transformers import masking_utils
+
+    look = getattr(masking_utils, "_preprocess_mask_arguments", None)
+    if look is None or hasattr(look, "attnlib_wraps"):
+        return
+
+    @wraps(look)
+    def noted(config, inputs_embeds, attention_mask, past_key_values, *args, **kwargs):
+        found = look(config, inputs_embeds, attention_mask, past_key_values, *args, **kwargs)
+        asks = not found[0] and config._attn_implementation in names
+        _asked.cache = past_key_values if asks else None
+        return found
+
+    noted.attnlib_wraps = look
+    masking_utils._preprocess_mask_arguments = noted
+
+
+def taken() -> Any:
+    """The cache of the mask that is being asked for, once; None if there is none, or it is not known."""
+    cache = getattr(_asked, "cache", None)
+    _asked.cache = None
+    return cache
+
+
+def is_fixed(cache) -> bool:
+    """Whether a layer of the cache has room for so many keys from the beginning."""
+    from transformers.cache_utils import StaticLayer
+
+    return any(isinstance(layer, StaticLayer) for layer in _layers(cache))
+
+
+def _layers(cache) -> list:
+    return getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
+
+
+def remember_packed(cache) -> None:
+    """Packed sequences are in the cache from now on."""
+    if cache is not None:
+        setattr(cache, _HOLDS_PACKED, True)
+
+
+def check_continued(cache, q_offset) -> None:
+    """ValueError for a cache with packed sequences, of which `q_offset` tokens are there."""
+    if not getattr(cache, _HOLDS_PACKED, False):
+        return
+    if not isinstance(q_offset, int) or q_offset:
+        raise ValueError(
+            "past_key_values: expected a cache of one sequence in each row, got one that was filled with "
+            "packed sequences; attnlib can't know which of them its tokens go on with"
+        )
+    delattr(cache, _HOLDS_PACKED)  # it was emptied
