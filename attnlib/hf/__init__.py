@@ -11,7 +11,8 @@ decoding kernels may run); training; caches that grow, and those of a fixed size
 search; batches padded on the left, on the right, or with holes (not in a cache of a fixed size), of which
 only the tokens are computed, a new one from a cache where it lies; packed sequences, told by `position_ids`
 that begin anew inside a row, or by `cu_seq_lens_q` and its kin; soft caps (Gemma 2), attention sinks
-(GPT-OSS) and relative biases (T5); `torch.compile` in one graph, and `torch.export`.
+(GPT-OSS) and relative biases (T5); layers that share keys (Gemma 3n); `torch.compile` in one graph, and
+`torch.export`.
 
 Any other mask: chunks (Llama 4), image tokens that see each other (Gemma 3, PaliGemma), functions given to
 transformers' masking_utils, and tensors with four dimensions given as attention_mask, bool or added to the

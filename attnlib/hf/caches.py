@@ -7,6 +7,8 @@ import threading
 from functools import wraps
 from typing import Any
 
+import torch
+
 _asked = threading.local()
 _HOLDS_PACKED = "attnlib_holds_packed"
 """An attribute of caches, since copies of them hold the same."""
@@ -57,8 +59,20 @@ def remember_packed(cache) -> None:
         setattr(cache, _HOLDS_PACKED, True)
 
 
-def check_continued(cache, q_offset) -> None:
-    """ValueError for a cache with packed sequences, of which `q_offset` tokens are there."""
+def check_last_queries(cache) -> None:
+    """ValueError if the layers before those that compute the last queries alone took the rows apart, which is
+    not known in a graph."""
+    if torch.compiler.is_compiling() and cache is not None and not is_fixed(cache):
+        raise ValueError(
+            "logits_to_keep: expected 0 in a compiled graph for a model whose last layers share keys, beside "
+            "a cache that grows and without an attention_mask, got another number: packed sequences are not "
+            "known there"
+        )
+    check_continued(cache, None)
+
+
+def check_continued(cache, q_offset: int | torch.Tensor | None) -> None:
+    """ValueError for a cache with packed sequences, of which `q_offset` tokens were there before."""
     if not getattr(cache, _HOLDS_PACKED, False):
         return
     if not isinstance(q_offset, int) or q_offset:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from attnlib import BlockMask
 from attnlib.arguments.decode import MOST_QUERIES
+from attnlib.hf import caches
 from attnlib.hf.layout import Layout, require, values_known, without_holes, without_padding
 
 
@@ -31,6 +33,8 @@ class Mask:
         config: the name of the class of the model's configuration.
         rows: B, where rows differ in their padding, or are packed; None where it is the same for all.
         cache: transformers' cache that it was made for; None if there is none, or it is not known.
+        dense: how to make the same for some of the queries as a tensor, bool (B, 1, queries, Sk): called with
+            `q_length` and `q_offset`. None if it can't be made.
     """
 
     q_length: int
@@ -47,6 +51,7 @@ class Mask:
     bias: torch.Tensor | None = None
     rows: int | None = None
     cache: Any = None
+    dense: Callable[..., torch.Tensor] | None = None
 
     def to(self, *args, **kwargs) -> Mask:
         """The mask on another device: what moves a model's inputs between its parts calls this. Its dtypes
@@ -73,6 +78,21 @@ class Mask:
     def spans(self) -> bool:
         """Whether starts and lengths say what padding there is."""
         return self.starts is not None or self.lengths is not None
+
+    def __getitem__(self, index) -> Mask | torch.Tensor:
+        """mask[:, :, -n:, :] for the last n queries, 0 for all. Gemma 4 asks for it in front of layers that
+        take their keys from another one."""
+        every = slice(None)
+        rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
+        named = isinstance(rows, slice) and (rows.stop, rows.step) == (None, None)
+        if not named or self.dense is None or (index[0], index[1], index[3]) != (every, every, every):
+            raise ValueError(self._is_no_tensor("__getitem__"))
+        number = len(range(self.q_length)[rows])
+        if number == self.q_length:
+            return self
+        if self.kept is None:
+            caches.check_last_queries(self.cache)
+        return self.dense(q_length=number, q_offset=self.q_offset + self.q_length - number)
 
     def __eq__(self, other) -> bool:
         if isinstance(other, torch.Tensor | bool | int | float):
@@ -107,7 +127,7 @@ def _refusal(name: str):
 
 
 for _name in (
-    *("getitem", "setitem", "len", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "invert"),
+    *("setitem", "len", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "invert"),
     *("and", "rand", "or", "ror", "lt", "le", "gt", "ge"),
 ):
     setattr(Mask, f"__{_name}__", _refusal(f"__{_name}__"))

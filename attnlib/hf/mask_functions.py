@@ -93,7 +93,7 @@ def attention_mask(
             return dense()
         padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         offset = 0 if isinstance(q_offset, torch.Tensor) else q_offset
-        form = mask.Mask(q_length, kv_length, offset, config=name, cache=cache)
+        form = mask.Mask(q_length, kv_length, offset, config=name, cache=cache, dense=dense)
         asked = Asked(mask_function, padding, q_offset, kv_offset, batch_size, device)
         return replace(form, block_mask=evaluated(asked, form))
     causal, window = found.right == 0, None
@@ -118,7 +118,7 @@ def attention_mask(
         return static.made(plain, q_offset + q_length - kv_offset, batch_size, device)
     layout = None if found.sequences is None else packed(found.sequences)
     rows = next((len(x) for x in (kept, found.sequences) if x is not None), None)
-    named = {"config": name, "rows": rows, "cache": cache}
+    named = {"config": name, "rows": rows, "cache": cache, "dense": dense}
     return mask.settled(mask.Mask(q_length, kv_length, offset, causal, window, kept, layout, **named))
 
 

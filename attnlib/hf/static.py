@@ -33,7 +33,8 @@ def made(mask: Mask, end: int | torch.Tensor, batch: int, device: torch.device) 
             "with padding behind a token. Use attn_implementation='sdpa'",
         )
     ends = torch.zeros_like(starts) + end
-    left = -1 if mask.window is None else mask.window[0]
+    # A window that hides nothing is none: several queries in a graph take no other.
+    left = -1 if mask.window is None or mask.window[0] >= mask.kv_length - 1 else mask.window[0]
     if mask.q_length == 1 and left >= 0:
         starts, left = torch.maximum(starts, ends - 1 - left), -1
     rows = starts, ends, torch.full_like(starts, left)

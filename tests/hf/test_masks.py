@@ -391,6 +391,8 @@ def test_what_a_static_cache_is_told():
     assert found[:, 0, 0].tolist() == [[4, 4], [9, 9], [-1, -1]]
     found = asked(window, 2, **inputs, q_offset=7)
     assert found[:, 0, 0].tolist() == [[3, 0], [9, 9], [4, 4]]
+    found = asked(sliding_window_causal_mask_function(16), 2, **inputs, q_offset=7)  # hides nothing
+    assert found[:, 0, 0].tolist() == [[3, 0], [9, 9], [-1, -1]]
 
 
 # ---------------------------------------------------------------- what a layer is given
@@ -484,9 +486,12 @@ def test_padding_under_the_old_name_of_an_implementation():
 def test_a_model_that_computes_with_the_mask():
     from transformers.masking_utils import causal_mask_function
 
-    mask = asked(causal_mask_function, 4, config=transformers.LlamaConfig(**SMALL))
+    mask = asked(causal_mask_function, 4, config=transformers.LlamaConfig(**SMALL), batch_size=1)
+    assert mask[:, :, slice(0, None), :] is mask and mask[:, :, -2:, :].shape == (1, 1, 2, 4)
     for use in (
-        lambda: mask[:, :, :4], lambda: mask.shape, lambda: ~mask, lambda: mask + 1, lambda: 1 + mask,
+        lambda: mask[:, :, :4], lambda: mask[:, :, :2, :], lambda: mask[:, :, ::2, :],
+        lambda: mask[:, :, :, :2], lambda: mask[0, :, -2:, :], lambda: mask[:, :, -1, :], lambda: mask[0],
+        lambda: mask.shape, lambda: ~mask, lambda: mask + 1, lambda: 1 + mask,
         lambda: mask == 0, lambda: mask != 1.0, lambda: torch.where(mask, 0.0, 1.0),
         lambda: torch.ones(4) * mask,
     ):  # fmt: skip
