@@ -20,7 +20,8 @@ scores. They become an `attnlib.BlockMask`, made once in a forward pass, and cos
 numbers besides 0 and the least one of the dtype become a bias. A query that sees nothing gives 0; with
 "eager" it gives the mean of all values. What a model says at a padded token is not what "eager" says there,
 but for the last token of a row where no gradients are recorded: `generate()` goes on from it, and says behind
-padding on the right what it says with "eager" or "sdpa". Nor does "sdpa". So where a batch is padded on
+padding on the right what it says with "eager" or "sdpa", unless a window holds padding alone: that is 0, as
+most models have it with "sdpa" (not Doge and Inkling). Nor does "sdpa". So where a batch is padded on
 the left and a loss is taken, the label of the first token behind the padding has to be -100, too: it is
 predicted from a padded one.
 
@@ -48,12 +49,13 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from attnlib.hf import caches, capturing
+    from attnlib.hf.mask import Mask
     from attnlib.hf.mask_functions import attention_mask
     from attnlib.hf.models import check_when_chosen
 
     # An old name, whose prefix transformers takes off for attention, but not for masks.
     old_name = f"paged|{NAME}"
-    caches.prepare(NAME, old_name)
+    caches.prepare(Mask, NAME, old_name)
     capturing.prepare()
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)

@@ -14,10 +14,11 @@ _HOLDS_PACKED = "attnlib_holds_packed"
 """An attribute of caches, since copies of them hold the same."""
 
 
-def prepare(*names: str) -> None:
+def prepare(mask: type, *names: str) -> None:
     """From now on `taken` knows the cache of models with an implementation of these names: the function of
     transformers that looks at its length, right before it asks for a mask, is wrapped. A version without this
-    function leaves the cache unknown."""
+    function leaves the cache unknown. It then also hands on what is a `mask` already, as it does a tensor of
+    four dimensions: PaliGemma makes one for the model of its text, which asks once more."""
     from transformers import masking_utils
 
     look = getattr(masking_utils, "_preprocess_mask_arguments", None)
@@ -26,6 +27,10 @@ def prepare(*names: str) -> None:
 
     @wraps(look)
     def noted(config, inputs_embeds, attention_mask, past_key_values, *args, **kwargs):
+        if isinstance(attention_mask, mask):
+            four = inputs_embeds.new_empty(1, 1, 1, 1)
+            found = look(config, inputs_embeds, four, past_key_values, *args, **kwargs)
+            return found[0], attention_mask, *found[2:]
         found = look(config, inputs_embeds, attention_mask, past_key_values, *args, **kwargs)
         asks = not found[0] and config._attn_implementation in names
         _asked.cache = past_key_values if asks else None

@@ -57,6 +57,10 @@ def attention_mask(
     if attention_mask is None:
         caches.check_continued(cache, q_offset)
     name = "" if config is None else type(config).__name__
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask: expected two or four dimensions, got shape {tuple(attention_mask.shape)}"
+        )
     if attention_mask is not None and batch_size is not None and len(attention_mask) != batch_size:
         raise ValueError(
             f"attention_mask: expected a row for each of {batch_size} sequences, got shape "

@@ -360,6 +360,12 @@ def test_padding_of_another_batch(rows):
         logits("llama", "attnlib", "cpu", ids, attention_mask=mask)
 
 
+def test_an_attention_mask_of_three_dimensions():
+    mask = torch.ones(2, 9, 9, dtype=torch.long)
+    with pytest.raises(ValueError, match="^attention_mask: expected two or four dimensions, got shape"):
+        logits("llama", "attnlib", "cpu", tokens(2, 9, "cpu"), attention_mask=mask)
+
+
 def test_one_chunk():
     """It is no bound."""
     from transformers.masking_utils import chunked_causal_mask_function
