@@ -1,5 +1,5 @@
 """Which setting for which model and card, by the formulas of `training` and `training_time`, as
-they were mended after the measurement."""
+they were mended after the measurements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from attnlib.book.training import HALF, SHAPES, WORKSPACE, LlamaShape, Training, held, memory
-from attnlib.book.training_time import H200, Machine, mended_ms, offloaded
+from attnlib.book.training_time import H200, Machine, offloaded, phased_ms
 
 MODELS = {
     "0.1B": SHAPES["0.1B"],
@@ -78,7 +78,7 @@ def advise(shape: LlamaShape, context: int, card: Card, lora: int | None = None)
     for how in ways(context, card, lora):
         peak = memory(shape, how).peak
         if peak <= card.room and offloaded(shape, how) <= card.host:
-            found.append(Way(how, peak, mended_ms(shape, how, card.machine)))
+            found.append(Way(how, peak, phased_ms(shape, how, card.machine)))
     return sorted(found, key=lambda way: (round(way.ms, 1), way.how.offload, way.peak))
 
 

@@ -1,9 +1,10 @@
 """How long a training step takes: FLOPs and bytes over rates, by formula. Chapter 41 holds it against
 measurements; of the rates those of `H200` are measured. `training` has the memory.
 
-There are two formulas. `step_ms` predicted the measurement and stays as it was. `mended_ms` was written
-after it: it counts the bytes of each elementwise kernel, those of the loss and of Adam, and the operators
-that the host calls."""
+There are three formulas. `step_ms` predicted the first measurement and stays as it was. `mended_ms` was
+written after it, and predicted the next ones: it counts the bytes of each elementwise kernel, those of the
+loss and of Adam, and the operators that the host calls. `phased_ms` was written after those: GPU and host
+wait for each other twice in a step, and FSDP2's transfers are not hidden."""
 
 from __future__ import annotations
 
@@ -47,26 +48,28 @@ H200_BEFORE = Machine(
 Adam there and of the math path. What was predicted by them stays as it was; nothing new should be."""
 
 H200 = Machine(
-    products=651.0, memory=4270.0, link=250.0, bus=54.0, cpu=13.6, host=3.11,
+    products=651.0, memory=4234.0, link=276.0, bus=54.0, cpu=73.6, host=2.915,
     attention=MappingProxyType({
-        "math": {64: (6.36, 17.5), 128: (10.4, 23.9)},
-        "sdpa": {64: (469.0, 446.0), 128: (663.0, 558.0)},
-        "attnlib": {64: (617.0, 525.0), 128: (793.0, 626.0)},
+        "math": {64: (6.33, 17.4), 128: (10.4, 23.8)},
+        "sdpa": {64: (464.0, 446.0), 128: (646.0, 549.0)},
+        "attnlib": {64: (659.0, 608.0), 128: (828.0, 629.0)},
     }),
 )  # fmt: skip
-"""An H200's as measured: products under sustained load (chapter 00); attention, memory and host by chapter
-41's run; the bus by chapter 40's. `cpu` is what the mended formula leaves for Adam in one step of that run,
-it was not measured by itself. The link is an AllGather's of two H200s (`docs/lab/training.md`), without a
-record."""
+"""An H200's as measured on 2026-11-30: products under sustained load (chapter 00); the bus by chapter 40's
+run; the others by chapter 41's, the link of two H200s. `cpu` is one process's on 32 cores; on 16 each of two
+has three quarters of it. `mended_ms` in the record of that day is by the rates of the first run, 2026-11-23
+(docs/lab/training.md)."""
 
 
 def machine_of(gpu: str | None) -> Machine:
     """Rates that predict for a GPU of this name: an H200's as measured, also for GPUs that are not known
     here. Those of an H100 were written before one was measured: the products of chapter 00 under sustained
     load, since both chips compute alike; bytes as its memory is to an H200's, 3.35 to 4.8 TB/s; an AllGather
-    as two H200s had it; the host as in the run on one; attention and the bus as in `H200_BEFORE`."""
+    as two H200s had it; the host as in the run on one; attention and the bus as in `H200_BEFORE`. Adam on the
+    host came later, from each of two processes beside two H200s: what an H100's host gave in its record was
+    of processes that had more threads than cores, see docs/lab/training.md."""
     if gpu and "H100" in gpu:
-        return replace(H200_BEFORE, products=650.0, memory=2800.0, link=250.0, cpu=13.6, host=3.1)
+        return replace(H200_BEFORE, products=650.0, memory=2800.0, link=250.0, cpu=57.0, host=3.1)
     return H200
 
 
@@ -244,6 +247,70 @@ def mended_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
     work = parts["products"] + parts["attention"] + parts["elementwise"] + parts["loss"]
     covered = min(parts["exchange"], work) if how.sharded else 0.0
     return max(sum(parts.values()) - covered, host_ms(shape, how, machine))
+
+
+# ---------------------------------------------------------------- mended once more, after two GPUs
+
+ADAM_OPERATORS = 11
+"""Of `adam.MasterAdamW` for a tensor. They are among those of OPERATORS."""
+MATH_OPERATORS: Mapping[str, int] = MappingProxyType({"none": 49, "layer": 78, "selective": 50})
+"""checkpointing -> how many more a layer has with PyTorch's math path."""
+FSDP_OPERATORS: Mapping[tuple[int, bool], int] = MappingProxyType({
+    (2, False): 44, (3, False): 61, (2, True): 63, (3, True): 94,
+})  # fmt: skip
+"""(ZeRO, LoRA by peft) -> how many more a layer has under FSDP2."""
+SPREAD_OPERATORS: Mapping[int, int] = MappingProxyType({0: 2, 1: 8})
+"""ZeRO -> how many more a tensor has where `adam.MasterAdamW` sums the gradients of several GPUs."""
+TRANSFER_MS = 0.63
+"""ms of the host for each transfer of FSDP2, beside its operators: the only number here that was fitted, to
+two rows (0.1B, all parameters, ZeRO 2 and 3 on two H200s)."""
+
+
+def sent_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
+    """ms of all transfers, as `exchange_ms`, and of the copies around them. FSDP2 gathers embedding, head and
+    last norm once in a step, with ZeRO 3, too."""
+    if how.gpus == 1:
+        return 0.0
+    trained, share = how.trained(shape), HALF * (how.gpus - 1) / how.gpus
+    if not how.sharded:  # the mean; with ZeRO 1 also a padded gradient and the gathered parameter
+        sent, copied = 2 * trained, (10 if how.zero else 4) * trained
+    else:  # into one piece and out of it; gradients into one
+        adapters = trained if how.lora is not None else 0
+        gathered = shape.parameters + adapters
+        if how.zero == 3:
+            gathered += shape.layers * shape.layer_parameters + adapters
+        sent, copied = gathered + trained, 2 * HALF * ((1 + 1 / how.gpus) * gathered + trained)
+    return share * sent / machine.link / 1e6 + copied / machine.memory / 1e6
+
+
+def phases(shape: LlamaShape, how: Training, machine: Machine) -> dict[str, tuple[float, float]]:
+    """(ms of the GPU, ms of the host) of a step's two phases: the passes forward and backward, and the
+    update. FSDP2's transfers are among the passes, the others in the update."""
+    parts, lora = mended_parts(shape, how, machine), how.lora is not None
+    work = parts["products"] + parts["attention"] + parts["elementwise"] + parts["loss"]
+    sent = sent_ms(shape, how, machine)
+    tensors = shape.layers * (2 * len(shape.linears) if lora else len(shape.linears) + 2)
+    tensors += 0 if lora else 2  # embedding and head as one, last norm
+    update = ADAM_OPERATORS * tensors
+    passes = host_ms(shape, how, machine) * RATED_OPERATORS / machine.host - update
+    if how.attention == "math":
+        passes += shape.layers * MATH_OPERATORS[how.checkpointing]
+    transfers = 0
+    if how.sharded:  # of each layer, and of the ends: one or two gathers, and the sum of the gradients
+        passes += (shape.layers + 1) * FSDP_OPERATORS[how.zero, lora]
+        transfers = (shape.layers + 1) * how.zero
+    elif how.gpus > 1:
+        update += SPREAD_OPERATORS[how.zero if how.zero == 1 else 0] * tensors
+    call = machine.host / RATED_OPERATORS
+    return {
+        "passes": (work + sent * how.sharded, call * passes + TRANSFER_MS * transfers),
+        "update": (parts["Adam"] + sent * (not how.sharded), call * update),
+    }
+
+
+def phased_ms(shape: LlamaShape, how: Training, machine: Machine) -> float:
+    """ms of a step, as `mended_ms`, where each phase takes as long as the GPU or as the host needs for it."""
+    return sum(max(pair) for pair in phases(shape, how, machine).values())
 
 
 def offloaded(shape: LlamaShape, how: Training) -> int:

@@ -28,9 +28,13 @@ from attnlib.book.trainer import Trainer
 from attnlib.book.training import SHAPES, WORKSPACE, LlamaShape, Training, memory
 from attnlib.book.training_time import (
     ADAM_BYTES,
+    ADAM_OPERATORS,
+    FSDP_OPERATORS,
     H200,
     H200_BEFORE,
+    MATH_OPERATORS,
     OPERATORS,
+    SPREAD_OPERATORS,
     end_bytes,
     exchange_ms,
     host_ms,
@@ -39,7 +43,10 @@ from attnlib.book.training_time import (
     mended_adam_ms,
     mended_ms,
     offloaded,
+    phased_ms,
+    phases,
     product_flops,
+    sent_ms,
     step_ms,
 )  # fmt: skip
 
@@ -336,24 +343,50 @@ def test_bytes_of_the_loss_are_what_is_counted():
 
 @pytest.mark.parametrize("checkpointing, lora", list(OPERATORS))
 def test_operators_are_what_is_counted(checkpointing, lora, monkeypatch):
-    """Of a layer, from one and two of them, with LoRA by peft, which fake tensors can't have. A norm is one
-    operator forward and one backward on a GPU."""
-    if lora:
+    how = Training(32, 1, "sdpa", checkpointing, 4 if lora else None)
+    passes, update = operators_of_a_layer(how, monkeypatch)
+    assert passes + update == OPERATORS[checkpointing, lora]
+    assert update == ADAM_OPERATORS * (14 if lora else 9)
+    with_math, _ = operators_of_a_layer(replace(how, attention="math"), monkeypatch)
+    assert with_math - passes == MATH_OPERATORS[checkpointing]
+
+
+@pytest.mark.parametrize("checkpointing, zero, lora", with_more(
+    [("none", 0, False), ("none", 1, False), ("layer", 2, False), ("none", 3, True)],
+    [(kind, zero, lora) for kind in ("none", "layer") for zero in (0, 1, 2, 3) for lora in (False, True)]))  # fmt: skip
+def test_operators_of_the_spread_are_what_is_counted(four_ranks, checkpointing, zero, lora, monkeypatch):
+    """A norm's weight under ZeRO 1 has one less, since it is flat already."""
+    how = Training(32, 1, "sdpa", checkpointing, 4 if lora else None)
+    alone = operators_of_a_layer(how, monkeypatch)
+    several = operators_of_a_layer(replace(how, zero=zero, gpus=4), monkeypatch)
+    passes, update = (b - a for a, b in zip(alone, several, strict=True))
+    assert passes == FSDP_OPERATORS.get((zero, lora), 0)
+    assert update == SPREAD_OPERATORS.get(zero, 0) * (14 if lora else 9) - 2 * (zero == 1 and not lora)
+
+
+def operators_of_a_layer(how, monkeypatch):
+    """Forward and backward, and of Adam, from two and three layers, in the second step. LoRA by peft, which
+    fake tensors can't have. A norm is one operator forward and one backward on a GPU."""
+    if how.lora:
         pytest.importorskip("peft")
-    found, norms, how = [], [], Training(32, 1, "sdpa", checkpointing, 4 if lora else None)
+    found, norms = [], []
 
     def norm(x, _, weight=None, eps=None):
         norms.append(x)
         return _FusedNorm.apply(x, weight)
 
     monkeypatch.setattr(F, "rms_norm", norm)
-    for layers in (1, 2):
+    tokens = torch.zeros(1, how.context, dtype=torch.long)
+    for layers in (2, 3):
+        trainer = Trainer(replace(TINY, layers=layers), how, peft=how.lora is not None)
+        trainer.step(tokens)
         norms.clear()
-        trainer = Trainer(replace(TINY, layers=layers), how, peft=lora)
-        with Calls() as seen:
-            trainer.step(torch.zeros(1, 32, dtype=torch.long))
-        found.append(seen.operators + len(norms) + 2 * layers + 1)
-    assert found[1] - found[0] == OPERATORS[checkpointing, lora]
+        with Calls() as passes:
+            trainer.model(tokens).backward()
+        with Calls() as update:
+            trainer.adam.step()
+        found.append((passes.operators + len(norms) + 2 * layers + 1, update.operators))
+    return [b - a for a, b in zip(*found, strict=True)]
 
 
 def test_mended_time_orders_what_it_should():
@@ -368,13 +401,35 @@ def test_mended_time_orders_what_it_should():
     assert host_ms(replace(shape, layers=4), short, machine) == pytest.approx(4 * machine.host)
 
 
+def test_phases_of_a_step():
+    """Each takes as long as the slower of GPU and host, what is sent is in one of them and hidden in none."""
+    shape, base = SHAPES["1B"], Training(16384)
+    fast, slow = (replace(H200, host=host) for host in (1e-6, 50.0))
+    alone = phases(shape, base, H200)
+    assert phased_ms(shape, base, fast) == pytest.approx(sum(gpu for gpu, _ in alone.values()))
+    assert phased_ms(shape, base, slow) == pytest.approx(host_ms(shape, base, slow), rel=0.01)
+    for how in (Training(1024), Training(4096, lora=16), base):  # never less than the longer one of all
+        assert phased_ms(shape, how, H200) >= mended_ms(shape, how, H200) * 0.995
+    assert sent_ms(shape, base, H200) == 0
+    for zero in (0, 1, 2, 3):
+        how = replace(base, zero=zero, gpus=2)
+        longer = {name: gpu - alone[name][0] for name, (gpu, _) in phases(shape, how, H200).items()}
+        saved = mended_adam_ms(shape, base, H200) - mended_adam_ms(shape, how, H200)
+        assert sum(longer.values()) + saved == pytest.approx(sent_ms(shape, how, H200))
+        assert (longer["passes"] > 0) is (zero >= 2)
+    sent = [sent_ms(shape, Training(4096, zero=zero, gpus=2), H200) for zero in (0, 2, 3)]
+    assert sent == sorted(sent) and sent[0] > exchange_ms(shape, Training(4096, gpus=2), H200)
+
+
 def test_rates_of_an_h200_are_those_of_its_records():
-    """But for the link, which has no record. Adam's on the host is what the step of the record leaves it."""
     gpu = "nvidia-h200"
     rates = {row["rate"]: row["measured"] for row in records.load("training_memory", "rates_1", gpu).rows}
     gemm = records.load("00_how_we_measure", "gemm", gpu).one(inputs="random", mode="sustained")
     about = partial(pytest.approx, rel=0.005)
     assert (gemm["tflops"], rates["memory"], rates["host"]) == about((H200.products, H200.memory, H200.host))
+    pair = {row["rate"]: row["measured"] for row in records.load("training_memory", "rates_2", gpu).rows}
+    assert (rates["cpu"], pair["link"]) == about((H200.cpu, H200.link))
+    assert pair["cpu"] == about(machine_of("NVIDIA H100").cpu)
     for kind, by_dim in H200.attention.items():
         for dim, pair in by_dim.items():
             found = [rates[f"{kind}, D = {dim}, {name}"] for name in ("forward", "backward")]
@@ -382,11 +437,6 @@ def test_rates_of_an_h200_are_those_of_its_records():
     calls = records.load("fastattention", "cooperative", gpu).rows
     bus = [row["gb_per_s"] for row in calls if row["impl"] == "bus" and row["bytes"] > 1e8]
     assert min(bus) <= H200.bus <= max(bus)
-    how = Training(4096, offload=True)
-    row = next(row for row in records.load("training_memory", "steps_1", gpu).rows if row["offload"])
-    shape, rest = SHAPES["1B"], replace(how, offload=False)
-    left = row["ms"] - mended_ms(shape, rest, H200) + mended_adam_ms(shape, rest, H200)
-    assert mended_adam_ms(shape, how, H200) == pytest.approx(left, rel=0.01)
 
 
 def test_advice_goes_by_measured_rates():
@@ -396,7 +446,7 @@ def test_advice_goes_by_measured_rates():
     assert (h100.host, h100.cpu) != (H200_BEFORE.host, H200_BEFORE.cpu) and h100.memory < H200.memory
     by_default, as_before = (advise(MODELS["1B"], 4096, card)[0] for card in (
         Card(135e9), Card(135e9, machine=H200_BEFORE)))  # fmt: skip
-    assert by_default.ms == mended_ms(MODELS["1B"], by_default.how, H200) != as_before.ms
+    assert by_default.ms == phased_ms(MODELS["1B"], by_default.how, H200) != as_before.ms
 
 
 def test_advice():

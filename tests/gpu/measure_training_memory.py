@@ -14,7 +14,8 @@ took, `ms` the median of the steps after one that warms up. `predicted_bytes` an
 `attnlib.book.training`'s and `training_time`'s, with rates that were set before; `rated_ms` is the same
 formula with the rates of this machine, which the tables `rates_1`, ... have: they are measured first.
 `mended_bytes`, `mended_ms` and `mended_rated_ms` are the formulas as they were mended after the first run,
-the times with the rates of `machine_of` this card and with those measured.
+the times with the rates of `machine_of` this card and with those measured; `phased_ms` is the time as it was
+mended after the second run, with those of `machine_of` (rows until 2026-11-30 lack it).
 
 The most telling settings come first, and the record is written after each. So a run that is cut off, or whose
 --seconds are over, is taken up by the next one: it measures what is not there. A setting in which the process
@@ -61,6 +62,7 @@ from attnlib.book.training_time import (  # noqa: E402
     machine_of,
     mended_ms,
     offloaded,
+    phased_ms,
     step_ms,
 )
 
@@ -219,6 +221,7 @@ def predicted(name: str, how: Training, machine: Machine, card: Machine) -> dict
         "predicted_ms": step_ms(shape, how, H200_BEFORE), "rated_ms": step_ms(shape, how, machine),
         "mended_bytes": memory(shape, how).peak,
         "mended_ms": mended_ms(shape, how, card), "mended_rated_ms": mended_ms(shape, how, machine),
+        "phased_ms": phased_ms(shape, how, card),
         "host_bytes": offloaded(shape, how),
     }  # fmt: skip
 
