@@ -261,7 +261,7 @@ FSDP_OPERATORS: Mapping[tuple[int, bool], int] = MappingProxyType({
 """(ZeRO, LoRA by peft) -> how many more a layer has under FSDP2."""
 SPREAD_OPERATORS: Mapping[int, int] = MappingProxyType({0: 2, 1: 8})
 """ZeRO -> how many more a tensor has where `adam.MasterAdamW` sums the gradients of several GPUs."""
-TRANSFER_MS = 0.63
+TRANSFER_MS = 0.62
 """ms of the host for each transfer of FSDP2, beside its operators: the only number here that was fitted, to
 two rows (0.1B, all parameters, ZeRO 2 and 3 on two H200s)."""
 

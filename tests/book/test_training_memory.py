@@ -353,7 +353,8 @@ def test_operators_are_what_is_counted(checkpointing, lora, monkeypatch):
 
 @pytest.mark.parametrize("checkpointing, zero, lora", with_more(
     [("none", 0, False), ("none", 1, False), ("layer", 2, False), ("none", 3, True)],
-    [(kind, zero, lora) for kind in ("none", "layer") for zero in (0, 1, 2, 3) for lora in (False, True)]))  # fmt: skip
+    [(kind, zero, lora) for kind in ("none", "layer") for zero in range(4) for lora in (False, True)],
+))  # fmt: skip
 def test_operators_of_the_spread_are_what_is_counted(four_ranks, checkpointing, zero, lora, monkeypatch):
     """A norm's weight under ZeRO 1 has one less, since it is flat already."""
     how = Training(32, 1, "sdpa", checkpointing, 4 if lora else None)
