@@ -201,7 +201,7 @@ def _head_dims(table: records.Table, way: str, padded: str = "padded to a power 
 
 def varlen_table() -> str:
     """The tables of varlen sequences, of the record of `tests/gpu/time_varlen.py`: forward and backward."""
-    names = {"hopper": "attnlib", "triton": "our Triton kernel", "fa3": "FA3"}
+    names = {"attnlib": "attnlib", "triton": "our Triton kernel", "fa3": "FA3"}
     found = [records.load(VARLEN, name, gpu=records.REFERENCE_GPU) for name in ("short", "equal", "lengths")]
     parts = []
     for way in ("forward", "backward"):
@@ -214,9 +214,9 @@ def varlen_table() -> str:
                 cells = _cells(lines, call, columns)
                 cells |= {name: f"{of[name]['tflops']:.0f}" for name in names if name in of}
                 if "fa3" in of:
-                    control = of["hopper (control)"]["ms"] / of["hopper"]["ms"]
-                    ratio = of["fa3"]["ms"] / of["hopper"]["ms"]
-                    noise = max(control, 1 / control), verdict.spread(of["hopper"], of["fa3"])
+                    ours, theirs = of["attnlib"], of["fa3"]
+                    control, ratio = of["attnlib (control)"]["ms"] / ours["ms"], theirs["ms"] / ours["ms"]
+                    noise = max(control, 1 / control), verdict.spread(ours, theirs)
                     cells["of_fa3"] = verdict.Verdict("attnlib", "fa3", None, ratio, *noise).cell()
         parts.append(_shown(lines, columns, *found))
     return "\n\n".join(parts)

@@ -1,13 +1,14 @@
-"""Time varlen sequences, windows and short sequences on this GPU, forward and backward, in both kernels and
-in FlashAttention-3.
+"""Time varlen sequences, windows and short sequences on this GPU, forward and backward, as a call gets them,
+in the portable kernel and in FlashAttention-3.
 
     python tests/gpu/time_varlen.py             all of it, some three minutes; figures/data/<gpu>/varlen.json
     python tests/gpu/time_varlen.py --dims 128  one head dimension
+    python tests/gpu/time_varlen.py --tables short,equal    some tables
     python tests/gpu/time_varlen.py --seconds 90    begin nothing after so many, and say what is left out
 
 fp16, causal but where it says dense. A time is the median over shuffled rounds of calls with a cold L2; a
-batch and the same rows as varlen sequences are in the same rounds, and so is attnlib's Hopper kernel a second
-time, the control. FlashAttention-3 takes part where ATTNLIB_FA3 names its library. Before it is taken the
+batch and the same rows as varlen sequences are in the same rounds, and so is what a call gets a second time,
+the control. FlashAttention-3 takes part where ATTNLIB_FA3 names its library. Before it is taken the
 call is judged against fp64: the last head of its last sequence, forward and gradients. Nothing wrong is
 timed. The record is written after each call.
 Status 0 when all calls were right, 1 otherwise, 2 without a Hopper GPU.
@@ -39,10 +40,14 @@ from attnlib.bench.oracle import Oracle  # noqa: E402
 from attnlib.bench.setting import WINDOW  # noqa: E402
 from attnlib.params import Params, Varlen, mask_window  # noqa: E402
 
-KERNELS = "hopper", "triton", "fa3", "hopper (control)"
+IMPLS = {"attnlib": None, "triton": "triton", "attnlib (control)": None}
+KERNELS = "attnlib", "triton", "fa3", "attnlib (control)"
+"""What a call gets, the portable kernel, FlashAttention-3, and the first once more. And those of attnlib with
+what is asked for."""
 HEADS = {64: 32, 128: 16, 256: 8}
 """Head dimension -> heads, as in the shapes of the task."""
 TOKENS = 16384
+TABLES = "short", "equal", "lengths", "windows"
 WIDTHS = 128, 256, 512, 1024, 2048, 4096, 8192
 
 
@@ -115,12 +120,12 @@ def make_inputs(case: Case, device: str) -> Inputs:
 
 def passes(case: Case, inputs: Inputs, kernel: str) -> dict[str, Callable[[], Any]]:
     """Forward and backward of a call, judged before they are returned. AssertionError if one is wrong."""
-    found = of_fa3(case, inputs) if kernel == "fa3" else of_attnlib(case, inputs, kernel.split()[0])
+    found = of_fa3(case, inputs) if kernel == "fa3" else of_attnlib(case, inputs, IMPLS[kernel])
     judge(case, inputs, found["forward"](), found["backward"]())
     return found
 
 
-def of_attnlib(case: Case, inputs: Inputs, impl: str) -> dict[str, Callable[[], Any]]:
+def of_attnlib(case: Case, inputs: Inputs, impl: str | None) -> dict[str, Callable[[], Any]]:
     q, k, v, d_out, varlen = inputs
     params = Params(mask_window(case.causal, case.window), case.head_dim**-0.5, varlen, impl=impl)
     out, lse = dispatch.forward(q, k, v, params._replace(return_lse=True))
@@ -181,22 +186,26 @@ def rows(group: Sequence[Case], rounds: int) -> Iterator[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time varlen sequences and windows on this GPU.")
     parser.add_argument("--dims", default="64,128,256", help="head dimensions (default: %(default)s)")
+    parser.add_argument("--tables", default=",".join(TABLES), help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=240,
                         help="begin nothing after so many (default: %(default)s)")  # fmt: skip
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/varlen.json)")
     args = parser.parse_args(argv)
     dims = [int(d) for d in args.dims.split(",")]
+    if not set(args.tables.split(",")) <= set(TABLES):
+        parser.error(f"--tables: expected some of {', '.join(TABLES)}, got {args.tables}")
     if not set(dims) <= set(HEADS):
         parser.error(f"--dims: expected some of {', '.join(map(str, HEADS))}, got {args.dims}")
     if no_hopper():
         return 2
+    wanted = [case for case in cases(dims) if case.table in args.tables.split(",")]
     tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
     header = records.provenance({"rounds": args.rounds, "timed": "median of rounds, cold L2"})
     path, begin, wrong = records.report_path("varlen", header, args.out), time.monotonic(), 0
     if reason := peers.fa3().available():
         print(f"without FlashAttention-3: {reason}")
-    for case, group in groupby(cases(dims), lambda case: case._replace(varlen=False)):
+    for case, group in groupby(wanted, lambda case: case._replace(varlen=False)):
         if time.monotonic() - begin > args.seconds:
             print(f"left out, no time: {case.label}")
             continue

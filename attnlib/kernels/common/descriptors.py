@@ -41,6 +41,13 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
     return copy if describable(copy) else copy.contiguous()
 
 
+def heads_are_close(call: Signature, window: Window) -> bool:
+    """Whether the heads of a row lie side by side in this memory, as in (B, S, H, D), and of varlen
+    sequences."""
+    shape, strides = window
+    return call.varlen or (shape[1] > 1 and strides[1] < strides[2])
+
+
 class Made(NamedTuple):
     """A tensor that a launch makes: its window and shape, and the strides to allocate it with; None if they
     are those of the tensor that it is made after."""

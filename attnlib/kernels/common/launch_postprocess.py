@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from attnlib.kernels.common import device
-from attnlib.kernels.common.descriptors import Window
+from attnlib.kernels.common.descriptors import Window, heads_are_close
 from attnlib.kernels.common.launch_preprocess import Preprocess
 from attnlib.kernels.common.launcher import Descriptor, Launch, Part
 from attnlib.kernels.common.signature import Signature
@@ -68,7 +68,7 @@ def conversion(call: Signature, gradient: Window, sums: Sums) -> Launch:
         scalars={"sm_scale": sums.scale, "H": heads, "B": B, "num_m": blocks, "tiles": tiles},
         constants={
             "BLOCK_D": sums.width, "PADDING": sums.padding, "OTHERS": sums.others, "PARTS": sums.parts,
-            "KEYS": sums.keys, "OVERLAPS": overlaps,
+            "KEYS": sums.keys, "OVERLAPS": overlaps, "CLOSE": heads_are_close(call, gradient),
         },  # fmt: skip
         # 32 sums a thread, eight loads of 16 bytes, or fewer
         options={"num_warps": max(4, columns // 16), **device.begins_early(overlaps)},

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from attnlib.kernels.common import device
-from attnlib.kernels.common.descriptors import Window
+from attnlib.kernels.common.descriptors import Window, heads_are_close
 from attnlib.kernels.common.launcher import Descriptor, Launch, Part
 from attnlib.kernels.common.signature import Signature
 from attnlib.kernels.common.tiles import block_d
@@ -130,6 +130,7 @@ def preprocess(
         constants={
             "BLOCK_M": rows, "BLOCK_D": width, "PADDING": padding, "SUMS_D": sums_width,
             "TURNS": memory.counters, "CHUNK": 0, "OVERLAPS": device.overlaps(call.device),
+            "CLOSE": heads_are_close(call, d_out),
         },  # fmt: skip
         options={"num_warps": 4},
     )

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnlib.kernels.common.program_order import in_memory
 from attnlib.kernels.common.tile_access import VARLEN_ROWS, store_columns
 from attnlib.kernels.common.varlen_rows import first_sums, row_of
 
@@ -30,6 +31,7 @@ def attention_backward_postprocess(
     PARTS: tl.constexpr = 1,  # sums for each head to add up, which follow each other in memory
     KEYS: tl.constexpr = 0,  # of dK and dV whose keys are columns: keys of a block of sums
     OVERLAPS: tl.constexpr = False,  # with the launches before and after it
+    CLOSE: tl.constexpr = False,  # heads of a row of the gradient lie side by side in memory
 ):  # fmt: skip
     """dq = sm_scale * sums. Grid: (tiles * heads,). dK and dV likewise, where programs share a key head.
 
@@ -39,8 +41,7 @@ def attention_backward_postprocess(
         gdc_launch_dependents()
         gdc_wait()
     ROWS: tl.constexpr = 32 if KEYS else 64
-    i_bh = tl.program_id(0) // tiles
-    i_m = tl.program_id(0) % tiles
+    i_m, i_bh = in_memory(tiles, H, CLOSE)
     row = i_m * ROWS
     if cu_q is None:
         place = (i_bh.to(tl.int64) * PARTS * num_m + i_m) * ROWS

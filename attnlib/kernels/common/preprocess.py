@@ -6,6 +6,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnlib.kernels.common.logarithms import LOG2_E
+from attnlib.kernels.common.program_order import in_memory
 from attnlib.kernels.common.tile_access import VARLEN_ROWS, load_tile
 from attnlib.kernels.common.varlen_rows import first_sums, row_of
 
@@ -34,6 +35,7 @@ def attention_backward_preprocess(
     turns_ptr=None,
     more_ptr=None, more=None, CHUNK: tl.constexpr = 0,  # `more` chunks of other sums, which begin at 0
     OVERLAPS: tl.constexpr = False,  # the launch after it may begin before this one is done
+    CLOSE: tl.constexpr = False,  # heads of a row of dO lie side by side in memory
 ):  # fmt: skip
     """delta = rowsum(dO * O) and lse2 = LSE * log2(e), 0 and +inf past S_q; and 0 for the sums of dQ.
     Grid: (blocks * heads,), B * H heads or, varlen, H."""
@@ -45,8 +47,8 @@ def attention_backward_preprocess(
             tl.store(more_ptr + o_c, tl.zeros([CHUNK], tl.float32))
             o_c += tl.num_programs(0).to(tl.int64) * CHUNK
     num_m = padded // BLOCK_M
-    head = tl.program_id(0) // num_m
-    start = tl.program_id(0) % num_m * BLOCK_M
+    block, head = in_memory(num_m, H, CLOSE)
+    start = block * BLOCK_M
     place = head.to(tl.int64) * padded + start
     if cu_q is None:
         at = (head // H, head % H)

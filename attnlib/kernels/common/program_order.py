@@ -16,6 +16,17 @@ def upwards(num_blocks, HEADS, SECTION: tl.constexpr):
 
 
 @triton.jit
+def in_memory(num_blocks, H, CLOSE: tl.constexpr):
+    """(block, head) of this program where programs share nothing: in the order in which blocks lie in memory,
+    so that programs of one time read neighboring bytes. CLOSE: the H heads of a row lie side by side, and all
+    take their first block, then all the second; otherwise one head follows the other."""
+    if CLOSE:
+        rest = tl.program_id(0) % (num_blocks * H)
+        return rest // H, tl.program_id(0) // (num_blocks * H) * H + rest % H
+    return tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
+
+
+@triton.jit
 def downwards(num_blocks, HEADS, SECTION: tl.constexpr):
     """The same from the last block on, which has most to do under a diagonal."""
     block, head = upwards(num_blocks, HEADS, SECTION)
