@@ -113,7 +113,9 @@ def attention_decode(
         split: how keys are shared out: "stream_k", each program the same number of tiles over all sequences
             and heads (LeanAttention, arXiv 2405.10480); "fixed", each sequence and head split alike into a
             number that fills the GPU; an int from 1 on, that number; "none"; or None: the library chooses.
-            All give the same result up to rounding; CPU tensors without Triton's interpreter are not split.
+            It splits nothing where sequences fill the GPU and are of nearly the same length, which is seen in
+            `lengths` on the device. All give the same result up to rounding; CPU tensors without Triton's
+            interpreter are not split.
 
     Returns:
         out, (B, H, Sq, D) in the dtype of `q`; with `return_lse` the pair (out, lse), lse (B, H, Sq) float32.

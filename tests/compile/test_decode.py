@@ -26,12 +26,17 @@ WHOLE, LARGE, SMALL, OTHER = (
     (128, "float16", 4, cache, "stream_k") for cache in ("ragged", "paged 64", "paged", "paged 48")
 )
 HALF += [WHOLE, LARGE, OTHER]
+# As many sequences as multiprocessors, which are left whole where they are nearly equal.
+NEAR, NEAR_PAGED = ((128, "float16", 4, cache, "whole") for cache in ("ragged", "paged"))
+HALF += [NEAR, NEAR_PAGED]
 HALF = with_more(
     HALF,
     [
         *product((64, 128, 256), ("float16",), (4,), ("full", "ragged", "window"), ("stream_k",)),
         *product((64, 128, 256), ("float16",), (4,), ("ragged",), ("none", "fixed")),
         *product((64, 128, 256), ("float16",), (32, 64), ("ragged", "paged"), ("stream_k",)),
+        *product((64, 256), ("float16",), (4,), ("ragged", "paged"), ("whole",)),
+        (128, "float16", 64, "ragged", "whole"),
         (96, "float16", 4, "ragged", "stream_k"),
         *product((128,), ("bfloat16",), (4,), ("ragged", "paged"), ("stream_k",)),
         *product((64, 128, 256), ("float16",), (4,), ("paged 80", "paged 96"), ("stream_k",)),
@@ -70,18 +75,20 @@ def jobs(
 ) -> list[Job]:
     """The kernels that a call would launch on an H200: attention, and the merge unless there is one split."""
     dtype = getattr(torch, dtype)
-    q = torch.zeros(2, 2 * GROUP, rows // GROUP, head_dim, dtype=dtype)
+    batch = 66 if split == "whole" else 2  # 132 pairs
+    q = torch.zeros(batch, 2 * GROUP, rows // GROUP, head_dim, dtype=dtype)
     paged = cache.startswith("paged")
     page = int(next(filter(str.isdigit, cache.split()), 16))
-    shape = (8, 2, page, head_dim) if paged else (2, 2, ROOM, head_dim)
-    k = torch.zeros(shape, dtype=torch.float8_e4m3fn if fp8 else dtype)
-    table = torch.zeros(2, ROOM // page, dtype=torch.int32) if paged else None
+    shape = (8, 2, page, head_dim) if paged else (batch, 2, ROOM, head_dim)
+    k = torch.empty(shape, dtype=torch.float8_e4m3fn if fp8 else dtype)
+    table = torch.zeros(batch, ROOM // page, dtype=torch.int32) if paged else None
     scale = None
     if fp8:
         scale = torch.ones(()) if cache == "paged" else torch.ones(shape[:2])
-    lengths = None if cache == "full" else torch.zeros(2, dtype=torch.int32)
+    lengths = None if cache == "full" else torch.zeros(batch, dtype=torch.int32)
     window = mask_window(True, (512, 0) if cache == "window" else None)
-    params = DecodeParams(window, 0.1, lengths, table, not lse, split, None, None, scale, scale)
+    params = DecodeParams(window, 0.1, lengths, table, not lse, None if split == "whole" else split)
+    params = params._replace(k_scale=scale, v_scale=scale)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "num_sms", lambda index: 132)
         patch.setattr(device, "capability", lambda index: (9, 0))
@@ -116,7 +123,7 @@ def test_half_precision(compiled: dict[tuple, list[Stats]], case: tuple) -> None
         assert stats.shared_bytes <= SMEM_LIMIT
     block_m = max(16, case[2])
     asked = configs.Work(case[2], case[0], "float16", 8, 8192, 132)
-    expected = 1 if case[4] == "none" else configs.residency(block_m, asked).programs
+    expected = 1 if case[4] in ("none", "whole") else configs.residency(block_m, asked).programs
     assert main.ctas_per_sm >= expected, "fewer programs share an SM than are launched for it"
 
 
@@ -125,6 +132,15 @@ def test_pages_cost_few_instructions(compiled: dict[tuple, list[Stats]]) -> None
     whole, large, small, other = (compiled[case][0].loop_size for case in (WHOLE, LARGE, SMALL, OTHER))
     assert large < 1.15 * whole and small < 1.5 * whole
     assert other <= 1.02 * small, "the size of a page need not be a power of two"
+
+
+def test_what_is_left_whole_leaves_the_merge_room_and_is_read_as_fast(compiled) -> None:
+    """In pages, too: a tile takes hardly more instructions than in one piece."""
+    for case in (NEAR, NEAR_PAGED):
+        main, merge = compiled[case]
+        taken = 32 * main.num_warps * main.registers
+        assert taken + 4 * 32 * merge.num_warps * merge.registers <= configs.REGISTERS
+    assert compiled[NEAR_PAGED][0].loop_size < 1.1 * compiled[NEAR][0].loop_size
 
 
 def test_a_program_reaches_its_first_keys_without_barriers(compiled: dict[tuple, list[Stats]]) -> None:

@@ -153,6 +153,31 @@ def test_a_graph_is_right_after_the_lengths_have_changed(page, same_launch, devi
         judge(changed, other, out, lse)
 
 
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_graph_is_right_where_lengths_become_equal_and_unlike(page, device):
+    """As many pairs as multiprocessors: whole where they are nearly equal, split where they are not."""
+    room, batch = 1500, torch.cuda.get_device_properties(device).multi_processor_count
+    options = {"heads": 4, "kv_heads": 1, "head_dim": 128, "page": page}
+    case = DecodeCase("graph", (room,) * batch, **options)
+    inputs = make(case, device)
+    run(case, inputs)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run(case, inputs)
+    near, rising = (tuple(f(i) for i in range(batch)) for f in (lambda i: room - i % 5, lambda i: 11 * i))
+    for lengths, in_parts in [(near, False), (rising, True), ((0,) * batch, False), ((room,) * batch, False)]:
+        changed = DecodeCase("graph", lengths, room=room, in_parts=in_parts, **options)
+        other = make(changed, device)
+        check(changed, device)
+        for to, new in zip(inputs[:5], other[:5], strict=True):
+            if to is not None:
+                to.copy_(new.clamp(max=len(inputs.k) - 1) if new is other.table else new)
+        for _ in range(2):
+            graph.replay()
+        torch.cuda.synchronize()
+        judge(changed, other, out, lse)
+
+
 @BOTH_MERGES
 def test_two_streams(same_launch, device):
     case = [

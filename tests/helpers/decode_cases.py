@@ -12,7 +12,7 @@ from attnlib import attention_decode
 from attnlib.bench.oracle import Oracle, make_inputs
 from attnlib.bench.shapes import Shape
 from attnlib.kernels import decode
-from attnlib.kernels.decode.launch import call_of, configuration
+from attnlib.kernels.decode.launch import call_of, configuration, prepare
 from attnlib.params import DecodeParams, mask_window
 
 FP8 = torch.float8_e4m3fn
@@ -24,8 +24,9 @@ TOGETHER = 1 << 26
 class DecodeCase:
     """One call. lengths: of the keys; None for caches that are full, of `room` keys for `batch` sequences.
     page: keys of a page. scales: caches are in FP8, and what has a scale: "nothing", "all", "heads", or
-    "pairs": a sequence, or a page, and a head. same_launch, idle_tiles, merge_columns: of the `DecodeConfig`.
-    unlike: values have other strides than keys.
+    "pairs": a sequence, or a page, and a head. same_launch, idle_tiles, merge_columns, and where they are not
+    None whole and shares: of the `DecodeConfig`. unlike: values have other strides than keys. in_parts:
+    whether some pair is split; None for either.
     """
 
     name: str
@@ -49,6 +50,9 @@ class DecodeCase:
     idle_tiles: int = 0
     merge_columns: int | None = None
     unlike: bool = False
+    whole: int | None = None
+    shares: int | None = None
+    in_parts: bool | None = None
     seed: int = 0
 
     @property
@@ -148,18 +152,41 @@ def scales_of(case: DecodeCase, table, room: int, device: str, shift: int):
 def run(case: DecodeCase, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the call; in the family's configuration with what the case changes of it."""
     q, k, v, lengths, table, starts, _, k_scale, v_scale = inputs
-    changes = {name: getattr(case, name) for name in ("same_launch", "idle_tiles", "merge_columns")}
-    if not any(changes.values()):
+    if not changes_of(case):
         return attention_decode(
             q, k, v, lengths=lengths, page_table=table, causal=case.causal, window=case.window,
             sm_scale=case.sm_scale, return_lse=True, split=case.split, starts=starts, k_scale=k_scale,
             v_scale=v_scale,
         )  # fmt: skip
+    return decode.forward(q, k, v, params_of(case, inputs))
+
+
+def changes_of(case: DecodeCase) -> dict[str, object]:
+    """What the case changes of the family's configuration."""
+    changes = {name: getattr(case, name) for name in ("same_launch", "idle_tiles", "merge_columns")}
+    changes = {name: value for name, value in changes.items() if value}
+    chosen = {"whole": case.whole, "shares": case.shares}
+    return changes | {name: value for name, value in chosen.items() if value is not None}
+
+
+def params_of(case: DecodeCase, inputs: Inputs) -> DecodeParams:
+    """What the family gets, its configuration included."""
+    q, k, v, lengths, table, starts, _, k_scale, v_scale = inputs
     scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
     seen = mask_window(case.causal, case.window)
     params = DecodeParams(seen, scale, lengths, table, True, case.split, None, starts, k_scale, v_scale)
     config = configuration(call_of(q, k, v, table, params))
-    return decode.forward(q, k, v, params._replace(config=replace(config, **changes)))
+    return params._replace(config=replace(config, **changes_of(case)))
+
+
+def splits_a_pair(case: DecodeCase, inputs: Inputs) -> bool:
+    """Whether programs leave partial results to the second launch."""
+    q, k, v, lengths, table, starts, _, *scales = inputs
+    plan = prepare(call_of(q, k, v, table, params_of(case, inputs)))
+    parts = q.new_full([plan.scratch], math.nan, dtype=torch.float32)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    plan.launches(q, k, v, torch.empty_like(q), lse, parts, lengths, starts, table, *scales, None)
+    return not parts.isnan().all()
 
 
 def judge(case: DecodeCase, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -196,6 +223,9 @@ def check(case: DecodeCase, device: str) -> None:
     inputs = make(case, device)
     before = [x.clone() for x in inputs[:3]]
     judge(case, inputs, *run(case, inputs))
+    if case.in_parts is not None:
+        split = splits_a_pair(case, inputs)
+        assert split == case.in_parts, f"{case.name} is wrong: {'a' if split else 'no'} pair is split"
     for name, now, then in zip("qkv", inputs, before, strict=False):
         same = torch.equal(now.view(torch.int8), then.view(torch.int8))
         assert same, f"{case.name} is wrong: {name} was written to"
@@ -289,6 +319,28 @@ def _cases() -> list[DecodeCase]:
     add("FP8, starts and a window", (400, 400, 60), starts=(350, 9, 50), window=(99, 0), queries=4,
         scales="pairs", split="stream_k")  # fmt: skip
     add("FP8, a negative scale", (40, 300), sm_scale=-0.5, scales="pairs", split="stream_k")
+    near, three = (300, 290), (300, 290, 300)
+    add("whole pairs", three, split="stream_k", whole=6, shares=7, in_parts=False)
+    add("a longer pair", (300, 290, 400), split="stream_k", whole=6, shares=7, in_parts=True)
+    add("whole pairs, four of six programs", near, split="stream_k", whole=4, in_parts=False)
+    add("whole pairs, fewer programs", three, split="stream_k", whole=6, shares=5, in_parts=True)
+    add("whole pairs, same launch", near, split="stream_k", whole=4, same_launch=True)
+    add("whole pairs, no keys", (0, 1, 0), split="stream_k", whole=6, in_parts=False)
+    add("whole pairs, idle tiles", near, split="stream_k", whole=4, idle_tiles=2, in_parts=False)
+    add("whole pairs, full", None, room=300, batch=2, split="stream_k", whole=4, in_parts=False)
+    add("whole pairs, window", (60, 400), queries=3, window=(100, 0), split="stream_k", whole=3,
+        in_parts=False)  # fmt: skip
+    add("whole pairs, starts", (400, 300), starts=(150, 20), split="stream_k", whole=4, in_parts=False)
+    add("whole pairs, 16 queries", near, queries=16, heads=9, kv_heads=1, split="stream_k", whole=6,
+        in_parts=False)  # fmt: skip
+    for page in (None, 16):
+        add(f"whole pairs, FP8, pages {page}", near, page=page, scales="pairs", split="stream_k", whole=4,
+            in_parts=False)  # fmt: skip
+    add("whole pairs paged", near, page=16, split="stream_k", whole=4, in_parts=False)
+    ends = tuple(290 + i % 10 for i in range(130))
+    for name, first in (("whole pairs", 300), ("a longer pair", 600)):
+        add(f"{name} of 130 sequences", (first, *ends[1:]), heads=1, kv_heads=1, head_dim=16, whole=124,
+            split="stream_k", shares=140, in_parts=first > 300)  # fmt: skip
     add("merges of whole rows", ODD, head_dim=128, split="stream_k", merge_columns=128)
     for page in (None, 16, 128):
         add(f"values laid out unlike keys, pages {page}", (17, 290), page=page, unlike=True, split="stream_k")

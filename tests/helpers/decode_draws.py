@@ -41,6 +41,7 @@ def draw(number: int, fp8: bool = False) -> DecodeCase:
         kind=rng.choice(("normal", "normal", "normal", "large", "outlier", "constant", "sink")),
         same_launch=form.random() < 0.2, starts=None if form.random() < 0.6 else starts,
         scales=form.choice(("nothing", "all", "heads", "pairs", "pairs")) if fp8 else None, seed=number,
+        whole=form.choice((None, None, None, 1)),
     )  # fmt: skip
 
 

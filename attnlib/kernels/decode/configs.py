@@ -1,5 +1,6 @@
 """Configurations of the decoding kernel: a frozen dataclass, chosen by a pure function."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -56,6 +57,8 @@ class DecodeConfig:
             second launch.
         prefetch: a program asks for its first keys before its queries have come.
         prefetch_next: with `prefetch`, also for the first keys of its next pair before it has done the last.
+        whole: of "stream_k": no pair is split where there are at most `shares` and all together have at least
+            as many tiles as so many of the longest would have; 0 for never.
         idle_tiles: of "stream_k": beginning a pair takes as long as so many tiles, which shares allow for.
         registers: most that a thread may have; None for what the compiler thinks best.
         late_sums: weights are added up over a row behind all tiles; until then a thread keeps as many sums as
@@ -72,6 +75,7 @@ class DecodeConfig:
     same_launch: bool = False
     prefetch: bool = True
     prefetch_next: bool = False
+    whole: int = 0
     idle_tiles: int = 0
     registers: int | None = None
     late_sums: bool = False
@@ -102,7 +106,8 @@ FEW_TILES = 2
 GOOD_WAVES = 0.9
 """Of the best use of the last wave of programs: the fewest splits that come so near are taken."""
 FULL_WAVES = 0.95
-"""Pairs of equal length that keep so many of the multiprocessors busy are not split."""
+"""Pairs that keep so many of the multiprocessors busy until the longest has been read are not split. Where
+they are known to be equal, the host sees whether they do, otherwise the kernels, by `fewest_whole`."""
 
 
 ALONE = 0.5
@@ -134,7 +139,8 @@ def pays_to_split(work: Work, heads: int) -> bool:
 def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
     """The configuration for one call; `split`: as it was asked for, an int for so many splits, None for what
     is best: "stream_k", which needs no luck with the number of pairs, but "none" for few keys, and for pairs
-    of equal length that fill the GPU."""
+    of equal length that fill the GPU. Where pairs fill it once, and would be equal as far as the host knows,
+    "stream_k" leaves them whole if the kernels find that they nearly are."""
     block_m = min(MOST_ROWS // 2 if work.crowded else MOST_ROWS, max(16, 1 << (work.rows - 1).bit_length()))
     row_bytes = work.row_bytes
     query_bytes = block_m * block_d(work.head_dim) * ITEMSIZE[work.dtype]
@@ -147,10 +153,13 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
     tiles = max(1, -(-work.keys // block_n))
     pairs = work.pairs * -(-work.rows // block_m)
     programs = work.sms * programs_per_sm
+    whole = 0
     if split is None:
         # In FP8 a program for each SM would have to read twice as many keys at a time.
-        full = work.equal and not work.fp8 and pairs >= FULL_WAVES * -(-pairs // work.sms) * work.sms
-        split = "none" if full or tiles <= FEW_TILES else "stream_k"
+        full = not work.fp8 and pairs >= fewest_whole(-(-pairs // work.sms) * work.sms)
+        split = "none" if full and work.equal or tiles <= FEW_TILES else "stream_k"
+        if full and split == "stream_k" and pairs <= work.sms and (block_m == 16 or programs_per_sm == 1):
+            whole, programs_per_sm, programs = fewest_whole(work.sms), 1, work.sms
     if split == "stream_k":
         shares = min(programs, pairs * tiles)
     elif split == "none":
@@ -158,7 +167,8 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
     else:
         shares = min(tiles, fixed_splits(pairs, tiles, programs) if split == "fixed" else split)
         split = "none" if shares == 1 else "fixed"
-    if split == "none" and block_m == 16:  # a program for each SM: it alone keeps enough loads in flight
+    # A program for each SM: it alone keeps enough loads in flight.
+    if (split == "none" or whole) and block_m == 16:
         block_n, stages = 2 * block_n, 3
     prefetch = row_bytes <= 256  # with more, its addresses are registers too many
     # Left alone, the compiler spills two words of some calls to fit one program more than there are.
@@ -167,9 +177,15 @@ def decode_config(work: Work, split: Split | int | None = None) -> DecodeConfig:
     spare = 0 if work.fp8 else MERGE_REGISTERS
     registers = registers_for(programs_per_sm, num_warps, spare) if limited else None
     return DecodeConfig(
-        block_m, block_n, num_warps, stages, split, shares, prefetch=prefetch, registers=registers,
-        late_sums=work.fp8 and block_m == 16 and split != "none",
+        block_m, block_n, num_warps, stages, split, shares, prefetch=prefetch, whole=whole,
+        registers=registers, late_sums=work.fp8 and block_m == 16 and split != "none",
     )  # fmt: skip
+
+
+def fewest_whole(programs: int) -> int:
+    """The fewest pairs of one length that are not split where so many programs take one each. Those of unlike
+    lengths are not either if together they have as many tiles as so many of the longest would have."""
+    return math.ceil(FULL_WAVES * programs)
 
 
 def registers_for(programs: int, num_warps: int, spare: int = 0) -> int:

@@ -8,7 +8,8 @@ Its keys are cut into tiles of BLOCK_N, and programs share out the tiles of all 
 - one split: a program takes all tiles of a pair.
 - a fixed number of splits: so many programs take about as many tiles each of one pair.
 - stream-K (LeanAttention): the tiles of all pairs stand in one line, and each program takes an equal share of
-  the line, wherever pairs begin or end in it.
+  the line, wherever pairs begin or end in it. With WHOLE it takes a pair instead where lengths turn out to be
+  so nearly equal that this is no slower (`line.are_whole`): nothing is left to merge.
 
 A program that has not all tiles of a pair leaves its row maximum m, its row sum l and its output before the
 division by l in memory. Such results merge by an associative operation, the rescaling of the online softmax.
@@ -30,7 +31,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.kernels.common.logarithms import LN2
 from attnlib.kernels.decode.keys import ask_for_first_tile, halves, in_float16, page_of, row_of, scale_of
-from attnlib.kernels.decode.line import parts_of, sequence_at, share_of, span, tiles_before, tiles_of
+from attnlib.kernels.decode.line import (
+    are_whole,
+    parts_of,
+    sequence_at,
+    share_of,
+    span,
+    tiles_before,
+    tiles_of,
+)
 
 SMALLEST = tl.constexpr(2.0**-126)  # positive normal number
 HEADROOM = tl.constexpr(15.0)
@@ -329,6 +338,7 @@ def attention_decode(
     PARTS: tl.constexpr,  # partial results that are merged in one step
     SLICE: tl.constexpr,  # columns of them
     STREAM_K: tl.constexpr,
+    WHOLE: tl.constexpr,  # a program takes a pair if all have as many tiles as so many of the longest; or 0
     IDLE: tl.constexpr,  # tiles of a pair that stand for the time in which a program begins it
     AT_ONCE: tl.constexpr,  # sequences that are looked at together
     OVERLAPS: tl.constexpr,  # the launch that merges may begin before this one is done
@@ -361,18 +371,26 @@ def attention_decode(
     # on through the pairs after it.
     total = 0
     if STREAM_K:
-        _, total = tiles_before(0, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE, AT_ONCE)
+        _, total, longest = tiles_before(0, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE, AT_ONCE)
         total = total * pairs
-        tile = share_of(place, total, shares)
-        todo = share_of(place + 1, total, shares) - tile
-        i_b, before = sequence_at(
-            tile, pairs, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE, AT_ONCE
-        )
-        length, start = span(lengths, starts, i_b, True, S)
-        _, tiles = tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
-        tile -= before * pairs
-        i_p, done = tile // tiles, tile % tiles
-        begin = (before * pairs + i_p * tiles).to(tl.int32)  # the pair's first tile in the line
+        whole = are_whole(longest, total, WHOLE) if WHOLE else False
+        if whole:
+            i_b, i_p = tl.minimum(place // pairs, B - 1), place % pairs
+            length, start = span(lengths, starts, i_b, True, S)
+            _, tiles = tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
+            done, begin = 0, 0
+            todo = tl.where(place < B * pairs, tiles, 0)
+        else:
+            tile = share_of(place, total, shares)
+            todo = share_of(place + 1, total, shares) - tile
+            i_b, before = sequence_at(
+                tile, pairs, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE, AT_ONCE
+            )
+            length, start = span(lengths, starts, i_b, True, S)
+            _, tiles = tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
+            tile -= before * pairs
+            i_p, done = tile // tiles, tile % tiles
+            begin = (before * pairs + i_p * tiles).to(tl.int32)  # the pair's first tile in the line
     else:
         pair = place // shares
         i_b, i_p = pair // pairs, pair % pairs
@@ -517,6 +535,7 @@ def attention_merge(
     PARTS: tl.constexpr,
     SLICE: tl.constexpr,
     STREAM_K: tl.constexpr,
+    WHOLE: tl.constexpr,
     IDLE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -535,12 +554,14 @@ def attention_merge(
     i_b, i_p = pair // pairs, pair % pairs
     length, start = span(lengths, starts, i_b, True, S)
     _, tiles = tiles_of(length, start, left, S_Q, BLOCK_N, IDLE)
-    total, begin = 0, 0
+    total, longest, begin = 0, 0, 0
     if STREAM_K:
-        before, total = tiles_before(i_b, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE, AT_ONCE)
+        before, total, longest = tiles_before(i_b, lengths, starts, B, S, left, S_Q, BLOCK_N, IDLE, AT_ONCE)
         total = total * pairs
         begin = before * pairs + i_p * tiles
     slot, count = parts_of(pair, begin, tiles, total, shares, STREAM_K)
+    if WHOLE:
+        count = tl.where(are_whole(longest, total, WHOLE), 1, count)
     if OVERLAPS:
         gdc_wait()  # until all of the launch before is done; what came before it was done earlier
     if count > 1:  # else it was written

@@ -265,6 +265,7 @@ def prepare(call: Call) -> Plan:
         "PARTS": merge.parts,
         "SLICE": merge.columns,
         "STREAM_K": stream_k,
+        "WHOLE": config.whole if stream_k and pairs <= config.shares else 0,
         "IDLE": config.idle_tiles if stream_k else 0,
         "AT_ONCE": FEW if B <= FEW else MANY,
         "OVERLAPS": overlaps,

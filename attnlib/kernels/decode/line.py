@@ -40,12 +40,12 @@ def tiles_before(
     i_b, lengths, starts, B, S, left, S_Q: tl.constexpr, BLOCK_N: tl.constexpr, IDLE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """(tiles of the sequences before i_b, tiles of all), of one head."""
+    """(tiles of the sequences before i_b, tiles of all, most of one), of one head."""
     if lengths is None and starts is None:
         _, tiles = tiles_of(S, 0, left, S_Q, BLOCK_N, IDLE)
-        return i_b * tiles, B * tiles
+        return i_b * tiles, B * tiles, tiles
     else:
-        before, total = 0, 0
+        before, total, longest = 0, 0, 0
         for begin in tl.range(0, FEW if AT_ONCE == FEW else B, AT_ONCE):
             o_b = begin + tl.arange(0, AT_ONCE)  # [AT_ONCE]
             length, start = span(lengths, starts, o_b, o_b < B, S)  # [AT_ONCE]
@@ -53,7 +53,8 @@ def tiles_before(
             tiles = tl.where(o_b < B, tiles, 0)
             before += tl.sum(tl.where(o_b < i_b, tiles, 0), 0)
             total += tl.sum(tiles, 0)
-        return before, total
+            longest = tl.maximum(longest, tl.max(tiles, 0))
+        return before, total, longest
 
 
 @triton.jit
@@ -78,6 +79,14 @@ def sequence_at(
             before = tl.maximum(before, tl.max(tl.where(begun, first, 0), 0))
             counted += tl.sum(tiles, 0)
         return i_b, before
+
+
+@triton.jit
+def are_whole(longest, total, WHOLE: tl.constexpr):
+    """Whether no pair is split, and program i takes all of pair i: WHOLE pairs like the longest would have no
+    more tiles than all pairs have. Then programs are busy for most of the time that the longest takes, and a
+    split would gain less than a merge costs. `configs.fewest_whole` says how many WHOLE is."""
+    return total // WHOLE >= longest
 
 
 @triton.jit

@@ -372,4 +372,5 @@ def test_the_numbers_above_are_those_of_the_kernels():
 
     source = inspect.getsource(line)
     assert "program * (total // programs) + tl.minimum(program, total % programs)" in source
+    assert "return total // WHOLE >= longest" in source
     assert "tile // (fewer + 1), longer + (tile - ahead) // tl.maximum(fewer, 1))" in source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -15,6 +16,7 @@ from attnlib.kernels.decode.configs import (
     DecodeConfig,
     Work,
     decode_config,
+    fewest_whole,
     fixed_splits,
     merge_config,
     residency,
@@ -108,6 +110,33 @@ def test_how_a_merge_is_cut():
 def test_equal_pairs_that_fill_the_gpu_are_not_split(pairs, full):
     assert decode_config(work(pairs=pairs, equal=True)).split == ("none" if full else "stream_k")
     assert decode_config(work(pairs=pairs)).split == "stream_k", "one may be longer than all others"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "whole"), [(8, 0), (125, 0), (126, 126), (132, 126), (133, 0), (264, 0)]
+)
+def test_pairs_that_may_be_equal_are_left_whole_where_they_are(pairs, whole):
+    """The kernels see that. A program on each multiprocessor has the tiles of pairs that are known to be."""
+    config, known = decode_config(work(pairs=pairs)), decode_config(work(pairs=pairs, equal=True))
+    assert config.whole == whole and config.split == "stream_k"
+    if whole:
+        assert (config.block_n, config.num_stages) == (known.block_n, known.num_stages) == (128, 3)
+        assert config.shares == 132 and config.registers is None and known.split == "none"
+    for split in ("stream_k", "fixed", "none", 2):
+        assert decode_config(work(pairs=pairs), split).whole == 0, "as it was asked for"
+    others = {"fp8": True}, {"rows": 32}, {"keys": 64 * FEW_TILES}
+    assert not any(decode_config(work(pairs=pairs, **other)).whole for other in others)
+    alone = work(pairs=pairs, rows=64)  # one program a multiprocessor in any case
+    assert decode_config(alone) == replace(decode_config(alone, "stream_k"), whole=whole)
+
+
+@pytest.mark.parametrize("sms", range(1, 200))
+def test_host_and_kernels_have_one_rule_for_whole_pairs(sms):
+    """`line.are_whole` on numbers, for pairs of equal length."""
+    least = fewest_whole(sms)
+    assert least - 1 < 0.95 * sms <= least <= sms
+    for pairs, tiles in product((1, least - 1, least, sms), (1, 2, 63, 64, 1000)):
+        assert (pairs * tiles // least >= tiles) == (pairs >= least) == (pairs >= 0.95 * sms)
 
 
 @pytest.mark.parametrize("pairs", [1, 8, 56, 132, 133, 200, 264, 265, 10000])
