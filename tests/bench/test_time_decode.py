@@ -138,11 +138,14 @@ def test_candidates_are_right_and_stand_in_a_table(small, monkeypatch, capsys):
     shown = capsys.readouterr().out
     rows = [f"attnlib, {name}" for name in tune_decode.NEXT]
     rows += ["attnlib, as it chooses", *[f"attnlib, {name}" for name in tune_decode.LARGE]]
+    others = [*tune_decode.WHOLE, *(f"whole, {name}" for name in tune_decode.OTHER_TILES)]
+    rows += [f"attnlib{paged}, {name}" for paged in ("", ", pages of 16", ", pages of 64") for name in others]
+    rows += [f"attnlib, pages of {page}" for page in (16, 64)]
     rows += [f"attnlib fp8, {name}" for name in tune_decode.TILES]
     rows += [f"attnlib fp8, pages of {page}, {name}" for page in (16, 64) for name in tune_decode.TILES]
     rows += [f"attnlib, pages of {page}{more}" for page in (16, 64) for more in ("", ", 3 stages")]
     rows += [f"attnlib fp8, pages of {page}" for page in (16, 64)]
-    controls_and_copies = 4 + 4 + 4 + 5
+    controls_and_copies = 4 + 4 + 4 + 4 + 5
     assert all(row in shown for row in rows) and shown.count("GB/s") == len(rows) + controls_and_copies
     right = tune_decode.with_config
     monkeypatch.setattr(tune_decode, "with_config", lambda *args, **rest: lambda: 2 * right(*args, **rest)())

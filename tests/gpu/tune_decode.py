@@ -1,7 +1,7 @@
 """Candidates for the decoding kernels' configurations on this GPU, beside those that are chosen now.
 
     python tests/gpu/tune_decode.py                 about 100 seconds; prints tables, writes no record
-    python tests/gpu/tune_decode.py --only ragged   one of the parts `ragged`, `sizes`, `pages`, `fp8`
+    python tests/gpu/tune_decode.py --only ragged   one of `ragged`, `sizes`, `whole`, `pages` and `fp8`
 
 `ragged`: how a stream-K program begins its next pair, and how partial results are merged. The shares are of
 equal tiles, but those of short sequences have more pairs to begin, so they should end last. idle: a pair
@@ -9,7 +9,9 @@ counts as so many tiles more. next: the first keys of the next pair are asked fo
 program that merges takes 128 columns, so there are fewer of them. no room: programs that read keys have the
 registers that those of the merge would need to begin early. One sequence and the batch of equal lengths are
 there to see what it costs where it can't help. `sizes`: of calls with lengths, tiles of other sizes, and
-fewer programs with more stages. `pages`: pages of 16 and 64 keys beside a cache in one piece that has
+fewer programs with more stages. `whole`: 128 pairs whose lengths the host does not know, split wherever
+shares end, and left whole where the kernels find them nearly equal; of equal, nearly equal and other lengths,
+and beside that in pages. `pages`: pages of 16 and 64 keys beside a cache in one piece that has
 lengths, too, and pages with three stages. `fp8`: tiles and programs for caches in FP8.
 All of a call in the same shuffled rounds, cold L2, with a control row; every output is judged against fp64.
 A ratio is the time of what is chosen over the candidate's: above 1 the candidate is faster. What is inside of
@@ -57,9 +59,15 @@ LARGE |= {"3 stages, 2 per SM": (1, 3, 2, 4), "3 stages, 1 per SM": (1, 3, 1, 4)
 LARGE |= {"4 stages, 1 per SM": (1, 4, 1, 4), "2 stages, 3 per SM": (1, 2, 3, 4)}
 LARGE |= {"late sums": (1, 2, 3, 4), "2 warps, late sums": (1, 2, 4, 2), "1 warp, late sums": (0.5, 3, 6, 1)}
 LARGE |= {"2 warps, 5 per SM, late sums": (1, 2, 5, 2), "2 warps, keys / 2, late sums": (0.5, 3, 6, 2)}
+# What is chosen for 126 to 132 pairs, and changes of it.
+WHOLE = {"whole": {}, "as whole, but split": {"whole": 0}}
+OTHER_TILES = {"keys / 2, 5 stages": (0.5, 5, 1, 4), "keys / 2, 4 stages, 2 per SM": (0.5, 4, 2, 4)}
+OTHER_TILES |= {"keys / 2, 3 stages, 3 per SM": (0.5, 3, 3, 4)}
+NEAR, RISING = tuple(8192 - 11 * i for i in range(16)), tuple(1024 * i for i in range(1, 17))
 TUNED = {
     "ragged": [CALLS[-1], CALLS[2], CALLS[4]],
     "sizes": [*CALLS[:6], CALLS[-1], *(Call((16384,) * pairs, 4, 1) for pairs in (1, 56, 200))],
+    "whole": [CALLS[4], CALLS[6], *map(Call, (NEAR, RISING, (*CALLS[-1].lengths, *CALLS[-1].lengths)))],
     "pages": [CALLS[0], CALLS[1], CALLS[4], CALLS[-1]],
     # With 4, 32 and 64 query rows for a key head.
     "fp8": [replace(CALLS[2], dtype="bfloat16"), *CALLS, Call((65536,), head_dim=256),
@@ -67,7 +75,9 @@ TUNED = {
 }
 
 
-def with_config(inputs: Inputs, changes: dict, fp8: bool = False, page: int | None = None) -> Function:
+def with_config(
+    inputs: Inputs, changes: dict, fp8: bool = False, page: int | None = None, split: str | None = "stream_k"
+) -> Function:
     """attnlib with changes of its configuration, a cache in one piece with its lengths too. per_sm: programs
     of a multiprocessor; keys: of a tile, over what is chosen."""
     q, k, v, table, lengths = inputs.q, inputs.k, inputs.v, None, timed.lengths_of(inputs)
@@ -77,7 +87,7 @@ def with_config(inputs: Inputs, changes: dict, fp8: bool = False, page: int | No
     if fp8:
         k, v = ((x / scale).to(timed.FP8) for x, scale in zip((k, v), timed.SCALES, strict=True))
         scales = tuple(torch.full(k.shape[:2], scale, device=k.device) for scale in timed.SCALES)
-    params = DecodeParams(mask_window(True, None), q.shape[-1] ** -0.5, lengths, table, False, "stream_k")
+    params = DecodeParams(mask_window(True, None), q.shape[-1] ** -0.5, lengths, table, False, split)
     params = params._replace(k_scale=scales[0], v_scale=scales[1])
     config = configuration(call_of(q, k, v, table, params))
     changes = dict(changes)
@@ -97,7 +107,7 @@ def sized(keys: float, stages: int, per_sm: int, warps: int, late: bool) -> dict
 
 def peers_of(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     every = timed.implementations(inputs)
-    return {name: every[name] for name in ("fa3", "cudnn", "flashinfer") if name in every}
+    return {name: every[name] for name in ("fa3", "cudnn", "cudnn, lengths", "flashinfer") if name in every}
 
 
 def next_pairs(inputs: Inputs) -> dict[str, Callable[[], Function]]:
@@ -112,6 +122,20 @@ def sizes(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     for name, wanted in LARGE.items():
         changes = sized(*wanted, "late" in name)
         made[f"{OURS}, {name}"] = lambda changes=changes: with_config(inputs, changes)
+    return made | peers_of(inputs)
+
+
+def whole(inputs: Inputs) -> dict[str, Callable[[], Function]]:
+    made = {OURS: lambda: with_config(inputs, {})}
+    changed = WHOLE | {f"whole, {name}": sized(*wanted, False) for name, wanted in OTHER_TILES.items()}
+    for name, changes in changed.items():
+        made[f"{OURS}, {name}"] = lambda changes=changes: with_config(inputs, changes, split=None)
+    for page in PAGES:
+        made[f"{OURS}, pages of {page}"] = lambda page=page: with_config(inputs, {}, page=page)
+        for name, changes in changed.items():
+            made[f"{OURS}, pages of {page}, {name}"] = lambda page=page, changes=changes: with_config(
+                inputs, changes, page=page, split=None
+            )
     return made | peers_of(inputs)
 
 
@@ -139,7 +163,7 @@ def tiles(inputs: Inputs) -> dict[str, Callable[[], Function]]:
     return made
 
 
-PARTS = {"ragged": next_pairs, "sizes": sizes, "pages": pages, "fp8": tiles}
+PARTS = {"ragged": next_pairs, "sizes": sizes, "whole": whole, "pages": pages, "fp8": tiles}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
