@@ -60,7 +60,7 @@ LARGE |= {"4 stages, 1 per SM": (1, 4, 1, 4), "2 stages, 3 per SM": (1, 2, 3, 4)
 LARGE |= {"late sums": (1, 2, 3, 4), "2 warps, late sums": (1, 2, 4, 2), "1 warp, late sums": (0.5, 3, 6, 1)}
 LARGE |= {"2 warps, 5 per SM, late sums": (1, 2, 5, 2), "2 warps, keys / 2, late sums": (0.5, 3, 6, 2)}
 # What is chosen for 126 to 132 pairs, and changes of it.
-WHOLE = {"whole": {}, "as whole, but split": {"whole": 0}}
+WHOLE = {"whole": {}, "as whole, but split": {"whole": 0}, "whole, next": {"prefetch_next": True}}
 OTHER_TILES = {"keys / 2, 5 stages": (0.5, 5, 1, 4), "keys / 2, 4 stages, 2 per SM": (0.5, 4, 2, 4)}
 OTHER_TILES |= {"keys / 2, 3 stages, 3 per SM": (0.5, 3, 3, 4)}
 NEAR, RISING = tuple(8192 - 11 * i for i in range(16)), tuple(1024 * i for i in range(1, 17))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import INTERPRETER_REMARKS
 from chosen import in_turn, with_more
-from decode_cases import CASES, ODD, DecodeCase, check, judge, make, run
+from decode_cases import CASES, ODD, DecodeCase, check, judge, make, params_of, run
 from families import forget_launches
 from torch.autograd import forward_ad
 
@@ -18,6 +18,7 @@ from attnlib.kernels import decode
 from attnlib.kernels.common import device as kernel_device
 from attnlib.kernels.common.signature import signature
 from attnlib.kernels.decode import few_queries, launch, line
+from attnlib.kernels.decode.launch import call_of
 from attnlib.kernels.reference.decode import held
 from attnlib.kernels.reference.dense import attention_fp64
 from attnlib.params import DecodeParams, Params, mask_window
@@ -348,6 +349,28 @@ def test_which_sequences_are_known_to_be_equal(device):
 
     assert equal(2) and equal(1) and equal(1, lengths[:1])
     assert not equal(2, lengths) and not equal(1, lengths[:1], table[:1])
+
+
+@pytest.mark.parametrize(("short", "in_parts"), [(0, False), (1, False), (3, False), (4, True), (20, False)])
+@pytest.mark.parametrize("page", [None, 16])
+def test_pairs_that_fill_the_gpu_are_split_where_some_are_longer(short, in_parts, page, device, monkeypatch):
+    """20 multiprocessors. Pairs have three tiles of 256 keys, or two: 60 tiles less one for each short pair,
+    and 19 of the longest have 57."""
+    monkeypatch.setattr(launch, "sms_of", lambda index: 20)
+    forget_launches()
+    lengths = (300,) * short + (600 if short < 20 else 300,) * (20 - short)
+    check(DecodeCase("filling", lengths, heads=1, kv_heads=1, room=600, page=page, in_parts=in_parts), device)
+    forget_launches()
+
+
+@pytest.mark.parametrize(("shares", "whole"), [(3, 0), (4, 4), (5, 4)])
+def test_no_pair_is_left_to_nobody(shares, whole, device):
+    """With fewer programs than pairs a configuration that asks for whole ones is not followed."""
+    case = DecodeCase("four pairs", (300, 290), split="stream_k", whole=4, shares=shares)
+    inputs = make(case, device)
+    call = call_of(*inputs[:3], None, params_of(case, inputs))
+    kernels = launch.prepare(call).launches.launches
+    assert [kernel.constants["WHOLE"] for kernel in kernels] == [whole, whole]
 
 
 # ---------------------------------------------------------------- the schedule, in numbers
