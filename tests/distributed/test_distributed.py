@@ -183,8 +183,8 @@ BAD_VARLEN = {
     "0 and ['k'] on rank 1",
     "DTensor of heads": "TypeError: q: expected a DTensor with Shard(0) in every dimension of its mesh",
     "a DTensor among others": "TypeError: q: expected a DTensor with Shard(0) in every dimension of its mesh",
-    "an uneven DTensor": "ValueError: q: expected dimension 0 to be a multiple of 2, so that all ranks have as "
-    "much, got 39",
+    "an uneven DTensor": "ValueError: q: expected dimension 0 to be a multiple of 2, so that all ranks have "
+    "as much, got 39",
     "values": "ValueError: cu_seqlens_q: expected values that never go down, got 20 after 30 at index 2",
 }
 
