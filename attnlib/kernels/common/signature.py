@@ -62,6 +62,11 @@ class Signature(NamedTuple):
         return self.q[-1] if self.own_value_dim is None else self.own_value_dim
 
     @property
+    def widest(self) -> int:
+        """Columns of queries or of values, whichever are more."""
+        return max(self.head_dim, self.value_dim)
+
+    @property
     def v(self) -> tuple[int, ...]:
         """The shape of v."""
         return self.k if self.own_value_dim is None else (*self.k[:-1], self.own_value_dim)

@@ -15,11 +15,10 @@ from attnlib.kernels.hopper.configs_backward import (
     SHORT_SHARED_KEYS,
     BackwardKind,
     HopperBackwardConfig,
-    hopper_backward_config,
-    own_values_backward_config,
+    backward_config,
 )
-from attnlib.kernels.hopper.filled import cut_off, filled_up
 from attnlib.kernels.hopper.launch import forward
+from attnlib.kernels.hopper.launch_backward import backward
 from attnlib.kernels.hopper.sharing import in_order, of_sequences, staying
 from attnlib.kernels.hopper.support import slower, unsupported
 from attnlib.params import Params
@@ -28,22 +27,9 @@ __all__ = ["FITS", "backward", "configuration", "forward", "prepare", "slower", 
 FITS = "compute capability 9.x, a half precision, layouts that TMA can read"
 
 
-def backward(d_out, q, k, v, out, lse, params: Params) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `launch_backward.backward`. Where values have columns of their own that no kernel is for, narrower
-    tensors are filled up with zeros."""
-    if q.shape[-1] == v.shape[-1] or params.config is not None:
-        return launch_backward.backward(d_out, q, k, v, out, lse, params)
-    filled = filled_up(d_out, q, k, v, out)
-    params = params._replace(config=configuration(*filled[1:4], params, backward=True), plan=None)
-    return cut_off(launch_backward.backward(*filled, lse, params), (q, k, v))
-
-
-def configuration(
-    q, k, v, params: Params, backward: bool = False
-) -> HopperConfig | HopperBackwardConfig | None:
+def configuration(q, k, v, params: Params, backward: bool = False) -> HopperConfig | HopperBackwardConfig:
     """How the kernels are compiled and launched for queries, keys and values like these; varlen sequences
-    count as the longest, where nothing else is said. None for a backward pass with values whose columns no
-    kernel is for, see `filled`."""
+    count as the longest, where nothing else is said."""
     own_values = v.shape[-1] != q.shape[-1]
     if own_values and not backward:
         return own_values_config(q.shape[-1], v.shape[-1])
@@ -60,13 +46,11 @@ def configuration(
             long=H == H_kv and S_q >= LONG_ROWS,
             float16=q.dtype is torch.float16,
         )
-        if own_values:
-            chosen = own_values_backward_config(q.shape[-1], v.shape[-1], params.deterministic, kind)
-        else:
-            chosen = hopper_backward_config(q.shape[-1], params.deterministic, stays=True, kind=kind)
-        if chosen is None or H == H_kv:
+        columns = q.shape[-1], v.shape[-1]
+        chosen = backward_config(*columns, params.deterministic, stays=True, kind=kind)
+        if H == H_kv:
             return chosen
-        width = chosen.width(q.shape[-1])
+        width = max(chosen.widths(*columns))
         how = H // H_kv, mean_rows(*call.mean_lengths(), params.window), kind
         if params.deterministic:
             return in_order(chosen, width, *how)
@@ -74,7 +58,7 @@ def configuration(
             return of_sequences(chosen, *how)
         if not chosen.persistent:
             return chosen
-        return staying(chosen, width, *how) or hopper_backward_config(q.shape[-1], kind=kind)
+        return staying(chosen, width, *how) or backward_config(*columns, kind=kind)
     keys = seen = None
     if params.window.left is None and not params.window.right:
         keys, seen = S_k, mean_keys(S_q, S_k, params.window)

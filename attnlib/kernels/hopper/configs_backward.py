@@ -7,6 +7,8 @@ from attnlib.kernels.common.l2_sections import Heads, Sections
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.kernels.hopper.configs import smallest_split, width_of_parts
 
+WIDTHS = "query_columns", "value_columns"
+
 
 @dataclass(frozen=True)
 class HopperBackwardConfig:
@@ -84,6 +86,16 @@ class HopperBackwardConfig:
         """The same for values."""
         return self.width(head_dim)
 
+    def widths(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """Columns of a tile of queries and of values for a call, which may have fewer of either: copies fill
+        the rest with zeros. ValueError if it has more."""
+        widest = max(head_dim, value_dim)
+        found = self.width(widest), self.value_width(widest)
+        for name, wanted, columns in zip(WIDTHS, (head_dim, value_dim), found, strict=True):
+            if wanted > columns:
+                raise ValueError(f"{name}: expected {wanted} or more, got {columns}")
+        return found
+
     def sums_widths(self, head_dim: int) -> tuple[int, int]:
         """Columns of the sums of dK and of dV in memory, where programs share a key head."""
         return self.width(head_dim), self.value_width(head_dim)
@@ -120,6 +132,10 @@ class SplitBackwardConfig(HopperBackwardConfig):
 
     def width(self, head_dim: int) -> int:
         return width_of_parts(self.columns, head_dim)
+
+    def widths(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        self.width(min(head_dim, value_dim))  # the second part begins within all tensors
+        return super().widths(head_dim, value_dim)
 
 
 @dataclass(frozen=True)
@@ -319,13 +335,30 @@ def own_values_backward_config(
     value_dim: int,
     deterministic: bool = False,
     kind: BackwardKind = DENSE,
-) -> Keys96BackwardConfig | None:
-    """The configuration of a call with values of a head dimension of their own; None if there is none. Other
-    arguments as of `hopper_backward_config`."""
-    if not (128 < head_dim <= 192 and 64 < value_dim <= 128):
-        return None
-    config = keys96_config(kind, value_columns=128)
-    return _in_order(config, kind) if deterministic else _in_sections(config, kind)
+    stays: bool = False,
+) -> HopperBackwardConfig:
+    """The configuration of a call with values of a head dimension of their own. Where no kernel has both
+    widths, it is that of the wider one. Arguments as of `hopper_backward_config`."""
+    if 128 < head_dim <= 192 and value_dim <= 128:
+        config = keys96_config(kind, value_columns=128)
+        return _in_order(config, kind) if deterministic else _in_sections(config, kind)
+    widths = {tile_width(head_dim), tile_width(value_dim)}
+    widest = 128 if widths == {64, 128} else max(head_dim, value_dim)  # not in parts, see `column_parts`
+    return hopper_backward_config(widest, deterministic, stays, kind)
+
+
+def backward_config(
+    head_dim: int,
+    value_dim: int,
+    deterministic: bool = False,
+    kind: BackwardKind = DENSE,
+    stays: bool = False,
+) -> HopperBackwardConfig:
+    """The configuration of a call with values of `value_dim` columns. Other arguments as of
+    `hopper_backward_config`."""
+    if value_dim == head_dim:
+        return hopper_backward_config(head_dim, deterministic, stays, kind)
+    return own_values_backward_config(head_dim, value_dim, deterministic, kind, stays)
 
 
 def hopper_backward_config(

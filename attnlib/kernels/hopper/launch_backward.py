@@ -47,9 +47,7 @@ def backward(
 
 @lru_cache(PREPARED)
 def prepare(call: Signature) -> BackwardPlan | None:
-    """None if an input has to be copied, or is filled up first (`filled`)."""
-    if call.config is None:
-        return None
+    """None if an input has to be copied."""
     windows = given(call, call.out, call.q, call.k, call.v, call.out)
     if windows is None:
         return None
@@ -57,13 +55,8 @@ def prepare(call: Signature) -> BackwardPlan | None:
     dq, dk, dv = gradients_like(call)
     B, H, H_kv, S_q, S_k = call.dimensions()
     config: HopperBackwardConfig = call.config
-    width = config.width(call.head_dim)
-    keys_96 = isinstance(config, Keys96BackwardConfig)
-    if keys_96 and call.value_dim > config.value_columns:
-        raise ValueError(f"value_columns: expected {call.value_dim} or more, got {config.value_columns}")
-    if call.own_value_dim is not None and not keys_96:
-        raise ValueError(f"config: expected one for values of {call.value_dim} columns, got {config}")
-    keys = 96 if keys_96 else 64 if width > 128 else 128
+    width, _ = config.widths(call.head_dim, call.value_dim)
+    keys = 96 if isinstance(config, Keys96BackwardConfig) else 64 if width > 128 else 128
     if config.block_n != keys:
         raise ValueError(f"block_n: expected {keys} for {width} columns, got {config.block_n}")
     first = preprocess(call, d_out, out, config.block_m, width, turns=config.deterministic)

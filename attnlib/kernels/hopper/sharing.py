@@ -54,7 +54,7 @@ class Launched(NamedTuple):
     @classmethod
     def of(cls, call: Signature) -> Launched:
         B, H, H_kv, S_q, S_k = call.dimensions()
-        widths = call.config.width(call.head_dim), call.config.value_width(call.head_dim)
+        widths = call.config.widths(call.head_dim, call.value_dim)
         return cls(call.config, B * H_kv, H // H_kv, S_q, S_k, *widths, *call.window.clipped(S_q, S_k))
 
     def key_heads(self, visited: int) -> Heads:
@@ -129,7 +129,7 @@ def sections(call: Signature, visited: int) -> Sections:
     if not call.varlen:
         return call.config.sections(Launched.of(call).key_heads(visited))
     config, (_, H, _, S_q, _) = call.config, call.dimensions()
-    heads, rows, width = H // visited, S_q, config.width(call.head_dim)
+    heads, rows, width = H // visited, S_q, config.width(call.widest)
     if config.whole_groups and visited > 1:
         return Sections(l2_sections.by_cache(heads, rows * visited, width, config.l2_bytes))
     return Sections(l2_sections.key_heads(heads, key_blocks(call), rows, width, config.l2_bytes))
@@ -288,7 +288,7 @@ class SharedKeys(NamedTuple):
 
     @property
     def _widths(self) -> tuple[int, int]:
-        return self.call.config.sums_widths(self.call.head_dim)
+        return self.call.config.sums_widths(self.call.widest)
 
     @property
     def elements(self) -> int:

@@ -14,7 +14,7 @@ docs/lab/hopper.md and docs/lab/hopper-backward.md."""
 def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
     """What the kernels need and a call with valid arguments does not have; None if it has all.
 
-    The backward pass copies layouts that TMA can't read, and fills up values whose columns no kernel is for.
+    The backward pass copies layouts that TMA can't read.
     """
     lacks = hopper_gpu.unsupported_here(q)
     if lacks is not None:
