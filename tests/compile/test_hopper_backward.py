@@ -68,6 +68,9 @@ PAIR = "192/128"
 """Columns of queries and of values."""
 KEYS_96 = 160, 192, PAIR
 """With 96 keys a program."""
+OWN_VALUES = "64/128", "128/64"
+KEYS_128 = 64, 80, 96, 128, *OWN_VALUES
+"""With 128 keys."""
 SPLIT_SPILLS = {
     (80, "causal"): 6, (96, "causal"): 4, (96, "varlen window"): 6,
 }  # fmt: skip
@@ -127,6 +130,20 @@ SPILLS_96 = {
     (PAIR, "deterministic causal"): 2, (192, "ordered apart causal"): 2, (160, "ordered apart causal"): 4,
 }  # fmt: skip
 """Words that may spill there."""
+SPILLS_OF_VALUES = {
+    ("64/128", "causal"): 0, ("64/128", "both sides"): 0, ("64/128", "varlen"): 0,
+    ("64/128", "varlen window"): 0, ("64/128", "turns causal"): 4, ("64/128", "turns dense"): 0,
+    ("64/128", "turns both sides"): 2, ("64/128", "turns shared causal"): 4, ("64/128", "shared causal"): 0,
+    ("64/128", "ordered turns causal"): 2, ("64/128", "ordered turns apart causal"): 2,
+    ("64/128", "deterministic varlen window"): 0, ("64/128", "turns bulk causal"): 0,
+    ("64/128", "persistent bulk dense"): 0,
+    ("128/64", "dense"): 0, ("128/64", "window"): 0, ("128/64", "varlen dense"): 0,
+    ("128/64", "varlen window"): 0, ("128/64", "turns causal"): 2, ("128/64", "turns dense"): 0,
+    ("128/64", "turns both sides"): 2, ("128/64", "turns shared causal"): 0,
+    ("128/64", "ordered turns causal"): 2, ("128/64", "ordered turns apart causal"): 0,
+    ("128/64", "deterministic causal"): 0, ("128/64", "apart causal"): 0, ("128/64", "bulk causal"): 0,
+}  # fmt: skip
+"""Words that may spill beside values with other columns, of up to 128."""
 FIRST = [
     (64, "turns bulk whole causal"), (64, "persistent bulk dense"), (64, "turns bulk whole shared causal"),
     (64, "alternate bulk whole varlen window"), (80, "turns causal"), (96, "turns causal"),
@@ -136,13 +153,15 @@ FIRST = [
     (64, "ordered turns bulk dense"),
     (256, "shared causal"), (256, "deterministic varlen window"), (192, "dense"),
     (192, "shared varlen"), (160, "causal"), (PAIR, "early both sides"),
+    ("64/128", "turns causal"), ("128/64", "turns dense"), ("64/128", "varlen window"),
+    ("128/64", "turns shared causal"),
 ]  # fmt: skip
 """What calls get by themselves, of each width and with each option."""
 CASES = with_more(
     [*((*case, "fp16") for case in FIRST), (128, "causal", "bf16")],
     [
         *product(WIDTHS, KINDS, ["fp16"]), (256, "causal", "bf16"), (192, "causal", "bf16"),
-        *((*case, "fp16") for case in (*SPLIT_SPILLS, *SPILLS_96, *OPTION_SPILLS)),
+        *((*case, "fp16") for case in (*SPLIT_SPILLS, *SPILLS_96, *OPTION_SPILLS, *SPILLS_OF_VALUES)),
     ],
 )  # fmt: skip
 FORMS = {"alternate": ["alternate"], "early": ["early_mask"], "bulk": ["bulk", "early_mask"]}
@@ -176,15 +195,17 @@ DRAWN = "counter_ptr", "tiles"
 PLANTED = "dQ of every step goes to one block"
 
 IN_A_STEP = {64: [32, 32], 80: [38, 38], 96: [44, 44], 128: [32, 32]}
+IN_A_STEP |= dict.fromkeys(OWN_VALUES, [28, 28])
 IN_A_STEP |= {256: [8, 24, 24], 192: [34, 40, 40], 160: [34, 36, 36], PAIR: [26, 32, 40]}
 """Products of each consumer in a step, sorted; beyond 128 columns one for dQ, one for dV, one for dK."""
 AROUND = {64: 2 * (4 + 8), 80: 2 * (5 + 12), 96: 2 * (6 + 16), 128: 2 * (8 + 8)}
+AROUND |= {"64/128": 2 * (4 + 8), "128/64": 2 * (8 + 8)}
 AROUND |= {256: 16 + 16, 192: 12 + 12, 160: 10 + 10, PAIR: 12 + 8}
 """Products around the loops: the first S, and dQ of the last block; beyond 128 columns the first S and dP."""
-EX2 = {64: [64, 64]} | dict.fromkeys((80, 96, 128), [32, 32])
+EX2 = dict.fromkeys(KEYS_128, [32, 32]) | {64: [64, 64]}
 EX2 |= {256: [0, 0, 32]} | dict.fromkeys(KEYS_96, [0, 0, 48])
 """Exponentials of a thread in a step, sorted."""
-ADDITIONS = {64: [8, 8], 80: [6, 6], 96: [6, 6], 128: [8, 8]}
+ADDITIONS = {64: [8, 8], 80: [6, 6], 96: [6, 6], 128: [8, 8], "64/128": [4, 4], "128/64": [8, 8]}
 ADDITIONS |= {256: [0, 0, 32], 192: [0, 0, 24], 160: [0, 0, 20], PAIR: [0, 0, 24]}
 """Of 16 bytes, likewise."""
 ADDED_TOGETHER = {256: [16, 16], 192: [8, 8, 8], PAIR: [8, 8, 8], 160: [8, 8, 4]}
@@ -196,7 +217,8 @@ SPILLS = {
 }
 """32-bit words of a thread that may spill, kind by kind: addresses and counters; the registers are full of
 accumulators."""
-LOADS = {64: 10, 80: 0, 96: 1, 128: 9, 256: 0, 192: 2, 160: 2, PAIR: 0}
+LOADS = dict.fromkeys(OWN_VALUES, 0)
+LOADS |= {64: 10, 80: 0, 96: 1, 128: 9, 256: 0, 192: 2, 160: 2, PAIR: 0}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 SHARED_LOADS = LOADS | {64: 18, 80: 7, 96: 15}
 """The same where programs share a key head, which keep an address of sums more."""
@@ -210,8 +232,9 @@ def columns_of(
     """Those of queries and of values, and the configuration, which the kind decides where sums have an
     order."""
     kind = kind if deterministic else DENSE
-    if name == PAIR:
-        return 192, 128, own_values_backward_config(192, 128, deterministic, kind)
+    if isinstance(name, str):
+        columns, values = map(int, name.split("/"))
+        return columns, values, own_values_backward_config(columns, values, deterministic, kind)
     return name, name, hopper_backward_config(name, deterministic, kind=kind)
 
 
@@ -350,9 +373,9 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     assert stats.opcodes.get("UTMALDG") and bool(stats.opcodes.get("UTMASTG")) != shared, "no TMA"
     assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
     assert stats.shared_bytes <= SMEM_LIMIT
-    ours = START if width in (64, 80, 96, 128) else END
+    ours = START if width in KEYS_128 else END
     assert {0, 1, 2} <= barriers <= set(range(ours.value)), "Triton and the kernel have a barrier in common"
-    own = (SPLIT_SPILLS | OPTION_SPILLS | SPILLS_96).get((width, kind))
+    own = (SPLIT_SPILLS | OPTION_SPILLS | SPILLS_96 | SPILLS_OF_VALUES).get((width, kind))
     kind = unmarked
     deterministic = is_in_order(option)
     assert stats.spills <= (SPILLS[width][list(KINDS).index(kind)] if own is None else own)
@@ -372,7 +395,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     # added in the order of threads. So are those of dQ in a deterministic wide kernel.
     of_keys = width in KEYS_96
     stays = option.startswith(("persistent", "turns", "ordered turns", "ordered persistent"))
-    uniform = (not shared or stays) if width in (64, 80, 96, 128) else not deterministic
+    uniform = (not shared or stays) if width in KEYS_128 else not deterministic
     assert not uniform or max(moved) <= 8, "addresses are taken for different in each thread"
     paused = [sum("NANOSLEEP" in text for text in listing) for listing in stats.loop_listings]
     every = columns_of(width, deterministic, kind_of(kind))[2].pause_every

@@ -33,6 +33,10 @@ MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"]
 DIMS = pytest.mark.parametrize("head_dim", [72, 80, 88, 96, 136, 160, 192])
 WIDTHS = pytest.mark.parametrize("head_dim", list(SPLIT))
 PAIRS = pytest.mark.parametrize("pair", list(OWN_VALUES), ids=str)
+NATIVE = [(192, 128), (128, 64), (64, 128)]
+"""Columns of queries and of values that backward kernels are for."""
+FILLED = [(64, 256), (256, 128), (192, 256), (128, 192), (96, 128), (96, 72)]
+"""Where copies fill the narrower one up."""
 WIDTHS_BACKWARD = pytest.mark.parametrize("head_dim", list(configs_backward.SPLIT))
 
 
@@ -222,16 +226,18 @@ def test_unkind_inputs_beside_values_of_another_width(kind):
     check_shape(Shape(1, 4, 1024, 128, False, "bfloat16", head_dim_v=64), kind)
 
 
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", range(32))
 def test_random_calls_with_values_of_another_width(number):
-    """Forward on Hopper, backward where a call's is: of 192 and 128 columns there too."""
+    """Forward and backward on Hopper."""
     rng = random.Random(number)
     varlen = rng.random() < 0.5
     lengths = [tuple(int(2 ** rng.uniform(0, 10)) for _ in range(2)) for _ in range(3 if varlen else 1)]
     window = None
     if rng.random() < 0.4:
         window = tuple(-1 if rng.random() < 0.3 else int(2 ** rng.uniform(0, 10)) - 1 for _ in range(2))
-    head_dim, values = rng.choice(((192, 128), (192, 128), (160, 120), (128, 64), (64, 128), (64, 256)))
+    head_dim, values = rng.choice((
+        (192, 128), (192, 128), (160, 120), (128, 64), (64, 128), (64, 256), (48, 112), (64, 96), (80, 64),
+    ))  # fmt: skip
     draw = Draw(
         tuple(lengths), varlen, 1 if varlen else rng.choice((1, 2)), rng.choice((1, 2)),
         rng.choice((1, 3)), head_dim, rng.choice(("float16", "bfloat16")), rng.random() < 0.5, window,
@@ -277,22 +283,43 @@ def test_gradients(head_dim, causal):
 
 
 @MASKS
-@pytest.mark.parametrize("pair", [(192, 128), (128, 64), (64, 128), (64, 256)], ids=str)
+@pytest.mark.parametrize("pair", NATIVE + FILLED, ids=str)
 def test_gradients_with_values_of_another_width(pair, causal):
+    """And of a few columns less of each, grouped and at odd lengths."""
     head_dim, values = pair
     whole = Shape(2, 4, 1000, head_dim, causal, head_dim_v=values)
-    if pair != (192, 128):  # filled up, in every call again
-        for _ in range(3):
-            check_gradients(whole)
-        return
-    grouped = Shape(1, 6, 777, 176, causal, "bfloat16", 2, 1100, 104)
-    for shape in (whole, grouped, Shape(1, 2, 63, 136, causal, seqlen_k=129, head_dim_v=72)):
+    grouped = Shape(1, 6, 777, head_dim - 16, causal, "bfloat16", 2, 1100, values - 24)
+    for shape in (whole, grouped, Shape(1, 2, 300, head_dim - 8, causal, seqlen_k=129, head_dim_v=values)):
         check_gradients(shape)
 
 
 @MASKS
-def test_gradients_of_long_sequences_with_values_of_another_width(causal):
-    check_gradients(Shape(1, 2, 8192, 192, causal, head_dim_v=128))
+@pytest.mark.parametrize("pair", NATIVE, ids=str)
+def test_gradients_of_long_sequences_with_values_of_another_width(pair, causal):
+    check_gradients(Shape(1, 2, 8192, pair[0], causal, head_dim_v=pair[1]))
+
+
+@pytest.mark.parametrize("pair", NATIVE, ids=str)
+def test_the_backward_choice_beside_values_of_another_width(pair):
+    """No column is padded."""
+    q, v = (torch.empty(1, 8, 1024, columns, device="cuda", dtype=torch.float16) for columns in pair)
+    choice = dispatch.resolve(q, q, v, Params(mask_window(True, None), 1.0), backward=True)
+    assert choice.kernel == "hopper" and choice.configuration.widths(*pair) == pair
+
+
+@pytest.mark.parametrize("pair", NATIVE, ids=str)
+def test_the_same_bits_beside_values_of_another_width(pair):
+    """With `deterministic=True` all gradients, else dK and dV."""
+    shape = Shape(2, 20, 1500, pair[0], head_dim_v=pair[1])
+    d_out = make_gradient(shape, device="cuda")
+    for deterministic in (True, False):
+        q, k, v = (x.requires_grad_() for x in make_inputs(shape, device="cuda"))
+        out = call(q, k, v, deterministic=deterministic)
+        first = torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+        for _ in range(20):
+            found = torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+            same = [torch.equal(x, y) for x, y in zip(found, first, strict=True)]
+            assert all(same[0 if deterministic else 1 :]), same
 
 
 @WIDTHS_BACKWARD

@@ -106,6 +106,11 @@ Descriptors, buffers and accumulators are tuples: of one, or of two parts of the
 see `column_parts`). S and dP are sums of a product for each part, whose keys or values may stay in registers
 (`backward_shared.Rows`); dV, dK and dQ have a product for each part. A part of dQ with 16 columns has no
 halves that a product could have: there each consumer adds what its own 64 keys give to all 16.
+
+    Values with columns of their own
+
+V, dO and dV may have 128 columns beside 64 of Q, K, dQ and dK, or 64 beside 128 (`OwnValuesBackwardPlan`).
+Then dK leaves through buffers of its own (`backward_gradients`).
 """
 
 from typing import NamedTuple
@@ -143,7 +148,15 @@ from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
 from attnlib.kernels.hopper.backward_bulk import add_all, new_buffers, place_of_dq, tell_sums, write_sums
-from attnlib.kernels.hopper.backward_gradients import copy_out, leave, store, times
+from attnlib.kernels.hopper.backward_gradients import (
+    await_room,
+    leave,
+    leave_nothing,
+    store,
+    store_keys,
+    times,
+    zero_values,
+)
 from attnlib.kernels.hopper.backward_persistent import (
     await_gradients,
     first_tile,
@@ -165,7 +178,7 @@ class Memory(NamedTuple):
     """Buffers and barriers in shared memory; the protocol is in the module docstring."""
 
     k: tuple  # [2, 1, 1, 64, d], varlen with one more 1, as the others; of each part of the columns
-    v: tuple  # [2, 1, 1, 64, d]
+    v: tuple  # [2, 1, 1, 64, d], or columns of their own, as dO
     q: tuple  # [STAGES, 1, 1, block_m, d]
     do: tuple  # [STAGES, 1, 1, block_m, d]
     lse: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
@@ -179,6 +192,7 @@ class Memory(NamedTuple):
     sums: tuple  # of a bulk plan: [2, lines, LINE], of each part
     sums_free: gl.shared_memory_descriptor
     next_tile: gl.shared_memory_descriptor  # of a persistent plan
+    dk: tuple  # of own values: [2, 1, 1, 64, d], see `backward_gradients`
 
 
 # ---------------------------------------------------------------- consumer
@@ -221,23 +235,6 @@ def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _leave_nothing(desc_dk, desc_dv, mem, tile, work, WG: gl.constexpr, plan: gl.constexpr):
-    """Of keys that no query sees."""
-    if plan.shared:
-        if not plan.added:
-            zeros = column_parts.zeros(plan.d_layout, plan)
-            sums = tiling.key_sums(desc_dk, WG, tile, work, plan)
-            leave(sums, zeros, 0, plan)
-            leave(sums, zeros, 64 * plan.width, plan)
-    else:
-        zeros = column_parts.zeros(plan.d_layout, plan)
-        at, row = tiling.keys(tile, work, plan), tile.start + WG * 64
-        store(desc_dv, zeros, mem.v, WG, at, row)
-        copy_out(desc_dk, mem.v, WG, at, row)
-        tma.store_wait(0)
-
-
-@gluon.jit
 def _consume(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr):
     if plan.persistent:
         _visit_tiles(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG, plan)
@@ -253,7 +250,7 @@ def _consume_tile(
     if tiling.seen(tile, plan):
         _visit(desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG, plan)
     else:
-        _leave_nothing(desc_dk, desc_dv, mem, tile, work, WG, plan)
+        leave_nothing(desc_dk, desc_dv, mem, tile, work, WG, plan)
 
 
 @gluon.constexpr_function
@@ -315,8 +312,8 @@ def _visit(
     if plan.shared:
         leave(sums, dk, 0, plan)
     else:
-        tma.store_wait(0)
-        store(desc_dk, times(dk, sm_scale), mem.v, WG, at, row)
+        await_room(plan)
+        store_keys(desc_dk, times(dk, sm_scale), mem, 0, WG, at, row, plan)
         tma.store_wait(0)
 
 
@@ -354,8 +351,8 @@ def _visit_tiles(
             at, row = tiling.keys(tile, work, plan), tile.start + WG * 64
             store(desc_dv, dv, mem.v, first + WG, at, row)
             dk = times(dk, sm_scale)
-            tma.store_wait(0)
-            store(desc_dk, dk, mem.v, first + WG, at, row)
+            await_room(plan)
+            store_keys(desc_dk, dk, mem, first, WG, at, row, plan)
         i += n
         t += 1
         number = tile_number(mem, t, 4)
@@ -408,7 +405,7 @@ def _steps(
     row = tile.start + WG * 64  # first key
     m = tile.m_start
     dk = column_parts.zeros(plan.d_layout, plan)
-    dv = column_parts.zeros(plan.d_layout, plan)
+    dv = zero_values(plan)
     for j in range(n):
         i = c + j
         slot = slot_of(i)
@@ -529,7 +526,7 @@ def attention_backward_hopper(
         desc_dk, desc_dv = keys_ptr, keys_ptr
     else:
         desc_dk, desc_dv = together(desc_dk, desc_dk_right), together(desc_dv, desc_dv_right)
-    turns, sums, sums_free, told = None, None, None, None
+    turns, sums, sums_free, told, dk = None, None, None, None, None
     sets: gl.constexpr = 2 if plan.persistent else 1  # of K and V
     if plan.persistent:
         told = new_next_tile()
@@ -539,6 +536,8 @@ def attention_backward_hopper(
     if plan.bulk:
         desc_sums = together(desc_sums, desc_sums_right)
         sums, sums_free = new_buffers(desc_sums, plan), barriers(2, 1)
+    if plan.own_values > 0 and not plan.shared:
+        dk = column_parts.buffers(desc_dk, 2)
     mem = Memory(
         column_parts.buffers(desc_k, 2 * sets),
         column_parts.buffers(desc_v, 2 * sets),
@@ -558,6 +557,7 @@ def attention_backward_hopper(
         sums,
         sums_free,
         told,
+        dk,
     )
     fence_async_shared()
     if OVERLAPS:

@@ -139,6 +139,38 @@ class SplitBackwardConfig(HopperBackwardConfig):
 
 
 @dataclass(frozen=True)
+class OwnValuesBackwardConfig(HopperBackwardConfig):
+    """The same for up to 128 columns, of which values have others than queries and keys.
+
+    Attributes:
+        query_columns: of a tile of queries and keys, 64 or 128.
+        value_columns: of a tile of values, 128 or 64.
+    """
+
+    query_columns: int = field(kw_only=True)
+    value_columns: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        columns = self.query_columns, self.value_columns
+        if columns not in ((64, 128), (128, 64)):
+            both = "query_columns, value_columns"
+            raise ValueError(f"{both}: expected 64 and 128 or 128 and 64, got {columns}")
+        if self.block_m != 64:  # no registers
+            raise ValueError(
+                f"block_m: expected 64 with value_columns={self.value_columns}, got {self.block_m}"
+            )
+        if self.bulk and self.persistent and self.query_columns == 128:
+            raise ValueError("bulk: expected False with persistent=True and query_columns=128, got True")
+
+    def width(self, head_dim: int) -> int:
+        return self.query_columns
+
+    def value_width(self, head_dim: int) -> int:
+        return self.value_columns
+
+
+@dataclass(frozen=True)
 class Keys96BackwardConfig(HopperBackwardConfig):
     """The same for `backward_keys96_kernel`, 96 keys a program of 129 to 192 columns in parts of 64.
 
@@ -342,9 +374,12 @@ def own_values_backward_config(
     if 128 < head_dim <= 192 and value_dim <= 128:
         config = keys96_config(kind, value_columns=128)
         return _in_order(config, kind) if deterministic else _in_sections(config, kind)
-    widths = {tile_width(head_dim), tile_width(value_dim)}
-    widest = 128 if widths == {64, 128} else max(head_dim, value_dim)  # not in parts, see `column_parts`
-    return hopper_backward_config(widest, deterministic, stays, kind)
+    widths = tile_width(head_dim), tile_width(value_dim)
+    if {*widths} == {64, 128}:  # with all else as 128 columns have it, which was not timed
+        config = hopper_backward_config(128, deterministic, stays, kind)
+        columns = dict(zip(WIDTHS, widths, strict=True))
+        return OwnValuesBackwardConfig(**vars(config), **columns)
+    return hopper_backward_config(max(head_dim, value_dim), deterministic, stays, kind)
 
 
 def backward_config(

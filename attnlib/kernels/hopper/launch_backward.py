@@ -16,6 +16,7 @@ from attnlib.kernels.hopper import sharing
 from attnlib.kernels.hopper.configs_backward import (
     HopperBackwardConfig,
     Keys96BackwardConfig,
+    OwnValuesBackwardConfig,
 )
 from attnlib.params import Params
 
@@ -147,6 +148,7 @@ def make_plan(
         BackwardMask,
         BackwardPlan,
         Keys96BackwardPlan,
+        OwnValuesBackwardPlan,
         SplitBackwardPlan,
         WideBackwardPlan,
     )
@@ -169,6 +171,8 @@ def make_plan(
     if config.columns:
         left, right = config.columns
         return SplitBackwardPlan(left, *how, **parts, right=right, held=config.held)
+    if isinstance(config, OwnValuesBackwardConfig):
+        return OwnValuesBackwardPlan(width, *how, **parts, own_values=config.value_columns)
     return BackwardPlan(width, *how, **parts)
 
 
@@ -180,7 +184,7 @@ def descriptors(
 
     ones, config = (1, 1, 1) if call.varlen else (1, 1), call.config
     sizes = {"q": config.block_m, "k": 64, "v": 64, "do": config.block_m, "dk": 64, "dv": 64}
-    element = getattr(gl, HALF[call.dtype])
+    element, values = getattr(gl, HALF[call.dtype]), config.value_width(call.widest)
     found = {}
     for (name, size), whole in zip(sizes.items(), windows, strict=False):
         if isinstance(config, Keys96BackwardConfig):  # three copies along the columns, of keys two of rows
@@ -193,7 +197,7 @@ def descriptors(
                 layout = gl.NVMMASharedLayout(128 if width == 192 else 64, 16, len(block))
                 found[f"desc_{name}{suffix}"] = Descriptor(tensor, whole, block, layout)
             continue
-        start, parts = 0, config.columns or (width,)
+        start, parts = 0, config.columns or (values if name in ("v", "do", "dv") else width,)
         for suffix, columns in zip(("", "_right"), parts, strict=False):
             block = (*ones, size, columns)
             window = columns_of(whole, start, columns) if config.columns else whole

@@ -231,6 +231,7 @@ class BackwardPlan(Constants):
 
     right = gl.constexpr(0)  # columns of a second part
     width = property(lambda self: gl.constexpr(self.d.value + self.right.value))  # of all
+    own_values = gl.constexpr(0)  # columns of values, where queries and keys have others
     sums_width = property(lambda self: gl.constexpr(2 * self.width.value))  # of sums of dK and dV
     held = gl.constexpr(0)
     few = gl.constexpr(False)  # keys beyond the blocks of 64
@@ -266,6 +267,22 @@ class SplitBackwardPlan(BackwardPlan):
     # Accumulator of its dK and dV [64, right].
     right_layout = property(lambda self: accumulator(self.right.value))
     held_layout = property(lambda self: first_operand(self.s_layout))
+
+
+@dataclass(frozen=True)
+class OwnValuesBackwardPlan(BackwardPlan):
+    """The same for values with other columns than queries and keys, which have `d`.
+
+    Attributes:
+        own_values: columns of a tile of values: 128 or 64.
+    """
+
+    own_values: int = field(kw_only=True)
+
+    sums_width = property(lambda self: gl.constexpr(self.d.value + self.own_values.value))
+
+    # Accumulator of its dV [64, own_values].
+    values_layout = property(lambda self: accumulator(self.own_values.value))
 
 
 @dataclass(frozen=True)

@@ -63,17 +63,17 @@ def test_any_call_with_sums_in_order(draw, order, seed):
 @settings(max_examples=10)
 @given(draw=st.one_of(draws(False, own), draws(True, own)), order=orders, seed=st.integers(0, 1000))
 def test_any_call_with_values_of_another_width(draw, order, seed):
-    """The forward pass; the backward pass of most is that of the portable kernels."""
+    """The forward pass."""
     with on_the_cpu(order, seed):
         check(draw, "cpu", "hopper", backward=False)
 
 
-@settings(max_examples=5)
+@settings(max_examples=8)
 @given(
     draw=st.one_of(draws(False), draws(True)), order=orders, seed=st.integers(0, 1000),
-    pair=st.sampled_from([(192, 128), (192, 128), (136, 72), (176, 104)]),
+    pair=st.sampled_from([(192, 128), (136, 72), (64, 128), (48, 112), (128, 64), (80, 40), (40, 256)]),
 )  # fmt: skip
-def test_any_call_of_the_pair_with_a_backward_kernel(draw, pair, order, seed):
+def test_any_call_of_a_pair_with_a_backward_kernel(draw, pair, order, seed):
     with on_the_cpu(order, seed):
         check(replace(draw, head_dim=pair[0], value_dim=pair[1]), "cpu", "hopper")
 

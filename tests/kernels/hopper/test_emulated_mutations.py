@@ -30,7 +30,11 @@ from attnlib.kernels.hopper import (
     forward_kernel,
 )
 from attnlib.kernels.hopper.configs import HopperConfig, SplitConfig
-from attnlib.kernels.hopper.configs_backward import KEYS_96, hopper_backward_config
+from attnlib.kernels.hopper.configs_backward import (
+    KEYS_96,
+    hopper_backward_config,
+    own_values_backward_config,
+)
 
 pytestmark = INTERPRETER_REMARKS
 
@@ -59,6 +63,7 @@ FORWARD = {
     "varlen, a program without rows": Call(64, 1, 1, varlen=((64, 70), (0, 70)), config=JOINT),
 }
 ONE_TILE = {D: hopper_backward_config(D) for D in (64, 72, 96, 128)}
+ONE_TILE_64_128 = own_values_backward_config(64, 128)
 PERSISTENT = {D: replace(hopper_backward_config(D), persistent=True, visited=1) for D in (64, 96, 128)}
 # Five blocks of queries, or four heads of one each; of persistent programs three tiles each.
 BACKWARD = {
@@ -66,6 +71,11 @@ BACKWARD = {
     "128": Call(128, 1, 1, 320, 100, causal=False, config=ONE_TILE[128]),
     "256": Call(256, 1, 1, 320, 60, causal=False),
     "unseen": Call(64, 1, 1, 60, 300, window=(30, -1), config=ONE_TILE[64]),
+    "64/128": Call(64, 1, 1, 150, 128, causal=False, D_v=128, config=ONE_TILE_64_128),
+    "unseen, 64/128": Call(64, 1, 1, 60, 300, window=(30, -1), D_v=128, config=ONE_TILE_64_128),
+    "unseen, 64/128, apart": Call(
+        64, 2, 1, 60, 300, window=(30, -1), D_v=128, config=replace(ONE_TILE_64_128, visited=1, added=False)
+    ),
     "in order": Call(128, 2, 1, 300, 400, deterministic=True, config=hopper_backward_config(128, True)),
     "in order, stays": Call(128, 2, 1, 300, 400, deterministic=True),
     "in order, two steps": Call(128, 1, 1, 128, 700, causal=False, deterministic=True),
@@ -377,8 +387,8 @@ MUTATIONS = [
              without("    fence_async_shared()\n", "", "    tell_ds")),
     leaving("dK and dV are not fenced", UNFENCED.format("v"),
              without("    fence_async_shared()\n", "dtype))\n")),
-    backward("dV has not left", READING,
-             without("        tma.store_wait(0)\n", "", "        store(desc_dk, times(dk")),
+    leaving("dV has not left", READING,
+            without("    if plan.own_values == 0:\n        tma.store_wait(0)\n")),
     pair("consumer 0 does not tell that it has started", DEADLOCK,
              ("    elif j + WG < n:  #", "    elif j + WG < n * WG:  #"), call="alternate"),
     pair("consumer 0 starts without being told", TWICE,
@@ -387,10 +397,18 @@ MUTATIONS = [
              ("    if plan.persistent:\n", "    if plan.persistent & (WG == 0):\n"),
              call="alternate, persistent"),
     backward("dK is not waited for at the end", "Race: .* ends and has not waited for its copies out",
-             without("        tma.store_wait(0)\n", "mem.v, WG, at, row)\n",
+             without("        tma.store_wait(0)\n", "mem, 0, WG, at, row, plan)\n",
                      "\n\n@gluon.jit\ndef _visit_tiles")),
-    backward("the zeros of keys that nobody sees are not waited for", "Race: .* waited for its copies out",
-             without("        tma.store_wait(0)\n", before="(desc_dk, mem.v, WG, at, row)\n"), call="unseen"),
+    leaving("the zeros of keys that nobody sees are not waited for", "Race: .* waited for its copies out",
+            without("        tma.store_wait(0)\n", "", "\n\n@gluon.jit\ndef leave("), call="unseen"),
+    leaving("both consumers have one place for zeros of dK", STORED,
+            ("mem.dk, WG, at, row)\n        tma", "mem.dk, 0, at, row)\n        tma"), call="unseen, 64/128"),
+    leaving("both consumers have one place for dK", STORED,
+            ("        store(descs, dk, mem.dk, WG, at, row)", "        store(descs, dk, mem.dk, 0, at, row)"),
+            call="64/128"),
+    leaving("sums of own values begin behind their own columns", "AssertionError|TypeError",
+            ("leave(sums, zero_values(plan), 64 * plan.width, plan)",
+             "leave(sums, zero_values(plan), 64 * plan.own_values, plan)"), call="unseen, 64/128, apart"),
     shared("the bytes of LSE are not expected", f"{TAKEN}|{DEADLOCK}|Race: the program ends",
              ("q_bytes: gl.constexpr = nbytes(desc_q) + desc_rows.block_type.nbytes",
               "q_bytes: gl.constexpr = nbytes(desc_q)")),
@@ -499,8 +517,7 @@ MUTATIONS = [
     backward("the last dQ of a tile is added to the next one's", "AssertionError|IndexError",
              ("found = gl.where(j == 0, last, found)", "found = found"), call="persistent"),
     backward("dV of a tile has not left when dK comes", READING,
-             without("            tma.store_wait(0)\n", "", "            store(desc_dk, dk, mem.v"),
-             call="persistent"),
+             without("            await_room(plan)\n"), call="persistent"),
     backward("the last dK is not waited for", "Race: .* ends and has not waited for its copies out",
              without("    tma.store_wait(0)\n", "", "\n\n@gluon.jit\ndef _begin_tile"), call="persistent"),
     tiles("tiles of one step", f"{DEADLOCK}|{TAKEN}",
@@ -678,8 +695,9 @@ MUTATIONS = [
              call="persistent, shared"),
     leaving("the second part of the sums is where the first one is", "AssertionError",
              ("AT + 64 * plan.d * i", "AT"), call="shared"),
-    backward("keys that nobody sees leave no sums of their own", "AssertionError",
-             ("            leave(sums, zeros, 0, plan)\n", ""), call="unseen, apart"),
+    leaving("keys that nobody sees leave no sums of their own", "AssertionError",
+            ("            leave(sums, column_parts.zeros(plan.d_layout, plan), 0, plan)\n", ""),
+            call="unseen, apart"),
     wide("the right half of the sums is where the left one is", "AssertionError",
          ("AT + 64 * left.shape[1]", "AT"), call="256, shared"),
     wide("the sums of dV are where those of dK are", "AssertionError",
