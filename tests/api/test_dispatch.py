@@ -148,27 +148,32 @@ def test_the_choice_of_the_backward_pass(name, varlen, gpu):
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "head_dim", "forward", "backward"),
+    ("rows", "keys", "head_dim", "forward", "backward", "of_varlen"),
     [
-        (64, 64, 8, "triton", "triton"),
-        (64, 64, 64, "triton", "triton"),
-        (1, 64, 128, "triton", "triton"),
-        (65, 64, 64, "hopper", "triton"),
-        (256, 256, 64, "hopper", "triton"),
-        (1, 257, 64, "hopper", "hopper"),
-        (64, 65, 128, "hopper", "triton"),
-        (128, 128, 72, "hopper", "triton"),
-        (1, 129, 72, "hopper", "hopper"),
-        (64, 64, 136, "hopper", "hopper"),
+        (64, 64, 8, "triton", "triton", "triton"),
+        (64, 64, 64, "triton", "triton", "triton"),
+        (1, 64, 128, "triton", "triton", "triton"),
+        (65, 64, 64, "hopper", "triton", "triton"),
+        (128, 128, 64, "hopper", "triton", "triton"),
+        (129, 1, 64, "hopper", "hopper", "triton"),
+        (256, 256, 64, "hopper", "hopper", "triton"),
+        (1, 257, 64, "hopper", "hopper", "hopper"),
+        (64, 65, 128, "hopper", "triton", "triton"),
+        (128, 128, 72, "hopper", "triton", "triton"),
+        (1, 129, 72, "hopper", "hopper", "hopper"),
+        (64, 64, 136, "hopper", "hopper", "hopper"),
     ],
 )
-def test_short_sequences_are_for_the_portable_kernels(rows, keys, head_dim, forward, backward, gpu):
+def test_short_sequences_are_for_the_portable_kernels(
+    rows, keys, head_dim, forward, backward, of_varlen, gpu
+):
     q, k = tensor(1, 1, rows, head_dim), tensor(1, 1, keys, head_dim)
     tokens = tensor(260, 1, head_dim)
-    limits = 64, 256 if head_dim <= 64 else 128
-    for call, varlen in (((q, k, k), None), ((tokens,) * 3, lengths_of(rows, keys))):
+    lengths = lengths_of(rows, keys)
+    for call, varlen, last in (((q, k, k), None, backward), ((tokens,) * 3, lengths, of_varlen)):
+        limits = 64, 256 if head_dim <= 64 and varlen is not None else 128
         chosen = [chosen_for(call, varlen, backward=x) for x in (False, True)]
-        for (kernel, reason), expected, limit in zip(chosen, (forward, backward), limits, strict=True):
+        for (kernel, reason), expected, limit in zip(chosen, (forward, last), limits, strict=True):
             assert kernel == expected
             assert ("at most" in reason) == (expected == "triton")
             assert expected == "hopper" or f"slower for sequences of at most {limit} rows and keys" in reason
