@@ -3,6 +3,7 @@ packed sequences ask for it: a cache of a fixed size takes none, and one that ho
 
 from __future__ import annotations
 
+import inspect
 import threading
 from functools import wraps
 from typing import Any
@@ -12,17 +13,22 @@ import torch
 _asked = threading.local()
 _HOLDS_PACKED = "attnlib_holds_packed"
 """An attribute of caches, since copies of them hold the same."""
+_ARGUMENTS = "config", "inputs_embeds", "attention_mask", "past_key_values"
+"""The first ones of the function that `prepare` wraps."""
 
 
 def prepare(mask: type, *names: str) -> None:
     """From now on `taken` knows the cache of models with an implementation of these names: the function of
     transformers that looks at its length, right before it asks for a mask, is wrapped. A version without this
-    function leaves the cache unknown. It then also hands on what is a `mask` already, as it does a tensor of
-    four dimensions: PaliGemma makes one for the model of its text, which asks once more."""
+    function, or with other arguments (5.0 to 5.3), leaves the cache unknown. The wrapped one also hands on
+    what is a `mask` already, as it does a tensor of four dimensions: PaliGemma makes one for the model of its
+    text, which asks once more."""
     from transformers import masking_utils
 
     look = getattr(masking_utils, "_preprocess_mask_arguments", None)
     if look is None or hasattr(look, "attnlib_wraps"):
+        return
+    if (*inspect.signature(look).parameters,)[: len(_ARGUMENTS)] != _ARGUMENTS:
         return
 
     @wraps(look)

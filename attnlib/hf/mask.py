@@ -33,8 +33,7 @@ class Mask:
         config: the name of the class of the model's configuration.
         rows: B, where rows differ in their padding, or are packed; None where it is the same for all.
         cache: transformers' cache that it was made for; None if there is none, or it is not known.
-        dense: how to make the same for some of the queries as a tensor, bool (B, 1, queries, Sk): called with
-            `q_length` and `q_offset`. None if it can't be made.
+        last: makes the same for the last n queries as a tensor, bool (B, 1, n, Sk); None if it can't be made.
     """
 
     q_length: int
@@ -51,7 +50,7 @@ class Mask:
     bias: torch.Tensor | None = None
     rows: int | None = None
     cache: Any = None
-    dense: Callable[..., torch.Tensor] | None = None
+    last: Callable[[int], torch.Tensor] | None = None
 
     def to(self, *args, **kwargs) -> Mask:
         """The mask on another device: what moves a model's inputs between its parts calls this. Its dtypes
@@ -85,14 +84,14 @@ class Mask:
         every = slice(None)
         rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
         named = isinstance(rows, slice) and (rows.stop, rows.step) == (None, None)
-        if not named or self.dense is None or (index[0], index[1], index[3]) != (every, every, every):
+        if not named or self.last is None or (index[0], index[1], index[3]) != (every, every, every):
             raise ValueError(self._is_no_tensor("__getitem__"))
         number = len(range(self.q_length)[rows])
         if number == self.q_length:
             return self
         if self.kept is None:
             caches.check_last_queries(self.cache)
-        return self.dense(q_length=number, q_offset=self.q_offset + self.q_length - number)
+        return self.last(number)
 
     def __eq__(self, other) -> bool:
         if isinstance(other, torch.Tensor | bool | int | float):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -79,13 +79,16 @@ def attention_mask(
         found = _deduced(mask_function, known, two_sided, None if plain else (batch_size, q_length, device))
         if found is None and plain and not use_vmap and local_size is not None:
             found = _in_one_chunk(mask_function, config, local_size, kv_offset + kv_length)
-    dense = partial(
-        masking_utils.sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length,
-        q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
-        use_vmap=use_vmap, device=device, allow_is_causal_skip=False,
-    )  # fmt: skip
+
+    def last(queries: int) -> torch.Tensor:
+        return masking_utils.sdpa_mask(
+            batch_size=batch_size, q_length=queries, kv_length=kv_length,
+            q_offset=q_offset + q_length - queries, kv_offset=kv_offset, mask_function=mask_function,
+            attention_mask=attention_mask, use_vmap=use_vmap, device=device, allow_is_causal_skip=False,
+        )  # fmt: skip
+
     if gets_tensor(config):
-        tensor = dense()
+        tensor = last(q_length)
         check_tensor(tensor, config)
         return tensor
     ends = q_offset + q_length, kv_offset + kv_length
@@ -94,10 +97,10 @@ def attention_mask(
     if found is None or (found.remapped and found.sequences is None) or (two_sided and apart):
         graph = not values_known(torch.empty(0, device=device))
         if graph or (q_length == 1 and batch_size is not None):
-            return dense()
+            return last(q_length)
         padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         offset = 0 if isinstance(q_offset, torch.Tensor) else q_offset
-        form = mask.Mask(q_length, kv_length, offset, config=name, cache=cache, dense=dense)
+        form = mask.Mask(q_length, kv_length, offset, config=name, cache=cache, last=last)
         asked = Asked(mask_function, padding, q_offset, kv_offset, batch_size, device)
         return replace(form, block_mask=evaluated(asked, form))
     causal, window = found.right == 0, None
@@ -122,7 +125,7 @@ def attention_mask(
         return static.made(plain, q_offset + q_length - kv_offset, batch_size, device)
     layout = None if found.sequences is None else packed(found.sequences)
     rows = next((len(x) for x in (kept, found.sequences) if x is not None), None)
-    named = {"config": name, "rows": rows, "cache": cache, "dense": dense}
+    named = {"config": name, "rows": rows, "cache": cache, "last": last}
     return mask.settled(mask.Mask(q_length, kv_length, offset, causal, window, kept, layout, **named))
 
 

@@ -489,6 +489,36 @@ def test_padding_under_the_old_name_of_an_implementation():
     assert torch.equal(model(ids, attention_mask=mask).logits, expected)
 
 
+@pytest.mark.parametrize("offset", [5, torch.tensor(5)], ids=["int", "tensor"])
+def test_the_last_queries_of_a_mask(offset):
+    """A cache of a fixed size says by a tensor where queries begin."""
+    from transformers.masking_utils import causal_mask_function, or_masks, sdpa_mask
+
+    def to_seven(b, h, q, k):
+        return k == 7
+
+    what = {"mask_function": or_masks(causal_mask_function, to_seven), "batch_size": 1, "use_vmap": True}
+    sizes = {"q_length": 4, "kv_length": 16}
+    mask = asked(length=4, **what, **sizes, q_offset=offset, config=transformers.LlamaConfig(**SMALL))
+    expected = sdpa_mask(**what, **sizes, q_offset=5)
+    assert torch.equal(mask[:, :, -2:, :], expected[:, :, -2:])
+
+
+def test_a_version_whose_function_has_other_arguments(monkeypatch):
+    """transformers 5.0 to 5.3: nothing is wrapped, and no other argument is taken for the cache."""
+    from transformers import masking_utils
+
+    from attnlib.hf import caches
+    from attnlib.hf.mask import Mask
+
+    def look(config, inputs_embeds, attention_mask, cache_position, past_key_values, position_ids, layer_idx):
+        pass
+
+    monkeypatch.setattr(masking_utils, "_preprocess_mask_arguments", look)
+    caches.prepare(Mask, "attnlib")
+    assert masking_utils._preprocess_mask_arguments is look
+
+
 def test_a_model_that_computes_with_the_mask():
     from transformers.masking_utils import causal_mask_function
 
