@@ -236,6 +236,13 @@ def _no_fa3() -> str | None:
     return _no_gpu()
 
 
+def _no_varlen_fa3() -> str | None:
+    reason = _no_fa3()
+    if reason is None and not isinstance(_fa3_forward(), _FA3Operators):
+        reason = "takes varlen sequences by its library (ATTNLIB_FA3), not by its package"
+    return reason
+
+
 def _fa3_asked(
     window: tuple[int, int] | None, deterministic: bool, varlen: Varlen | None
 ) -> Callable[..., Tensor]:
@@ -244,7 +251,7 @@ def _fa3_asked(
     if isinstance(forward, _FA3Operators):
         return forward.asked(window or (-1, -1), deterministic, varlen)
     if varlen is not None:
-        raise ValueError("varlen: FlashAttention-3 takes part by its library (ATTNLIB_FA3), not its package")
+        raise ValueError("varlen: expected None without the library (ATTNLIB_FA3), got sequences")
     options = {"window_size": window} if window else {}
     return functools.partial(forward, **options | ({"deterministic": True} if deterministic else {}))
 
@@ -275,7 +282,8 @@ def fa3(
             backward = through_autograd(forward(q, k, v, causal, sm_scale), d_out, q, k, v)
         return lambda: tuple(map(turned, backward()))
 
-    return Peer("fa3", "FlashAttention-3, its own CUDA build", _no_fa3, make, gradient)
+    missing = _no_fa3 if varlen is None else _no_varlen_fa3
+    return Peer("fa3", "FlashAttention-3, its own CUDA build", missing, make, gradient)
 
 
 # Triton's own tutorial 06: $ATTNLIB_TUTORIAL is its file. No copy of it is kept here.

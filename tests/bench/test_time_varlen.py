@@ -98,6 +98,17 @@ def test_fa3_is_asked_for_the_same_call(name, device, monkeypatch):
     assert seen and all((offsets[0] is None) == (inputs.varlen is None) for offsets in seen)
 
 
+def test_fa3s_package_does_without_varlen_sequences(device, monkeypatch):
+    """Its other calls are timed all the same."""
+    monkeypatch.setattr(peers, "_no_fa3", lambda: None)
+    monkeypatch.setattr(peers, "_fa3_forward", lambda: lambda *call, **options: None)
+    varlen = next(time_varlen.make_inputs(case, device).varlen for case in SMALL.values() if case.varlen)
+    assert peers.fa3().available() is None
+    assert peers.fa3(varlen=varlen).available().startswith("takes varlen sequences by its library")
+    with pytest.raises(ValueError, match="^varlen: expected None without the library"):
+        peers.fa3(varlen=varlen).make(*[torch.zeros(1)] * 3, True, 1.0)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu(capsys):
     assert time_varlen.main([]) == 2

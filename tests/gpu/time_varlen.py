@@ -170,7 +170,7 @@ def rows(group: Sequence[Case], rounds: int) -> Iterator[dict[str, Any]]:
     for case in group:
         inputs = make_inputs(case, "cuda")
         for kernel in KERNELS:
-            if kernel != "fa3" or peers.fa3().available() is None:
+            if kernel != "fa3" or peers.fa3(varlen=inputs.varlen).available() is None:
                 calls |= {(case, kernel, name): call for name, call in passes(case, inputs, kernel).items()}
     for (case, kernel, name), taken in in_rounds(calls, rounds, WINDOW).items():
         ms = statistics.median(taken)
