@@ -300,7 +300,7 @@ def phases(shape: LlamaShape, how: Training, machine: Machine) -> dict[str, tupl
         passes += (shape.layers + 1) * FSDP_OPERATORS[how.zero, lora]
         transfers = (shape.layers + 1) * how.zero
     elif how.gpus > 1:
-        update += SPREAD_OPERATORS[how.zero if how.zero == 1 else 0] * tensors
+        update += SPREAD_OPERATORS[how.zero] * tensors
     call = machine.host / RATED_OPERATORS
     return {
         "passes": (work + sent * how.sharded, call * passes + TRANSFER_MS * transfers),
