@@ -112,7 +112,8 @@ def test_tables_of_their_own_go_into_the_record(small, tmp_path, monkeypatch):
     first = json.loads(path.read_text())["tables"]
     assert time_decode.main(["--host", "--out", str(path)]) == 0
     second = json.loads(path.read_text())["tables"]
-    assert set(first) == {"fp8"} and set(second) == {"fp8", "host"} and second["fp8"] == first["fp8"]
+    assert set(first) == {"fp8"} and set(second) == {"fp8", "host"}
+    assert second["fp8"]["rows"] == first["fp8"]["rows"]
     monkeypatch.setattr(time_decode, "CLEAN", [SMALL["ragged"]])
     assert time_decode.main(["--clean", "--out", str(path)]) == 0
     third = json.loads(path.read_text())

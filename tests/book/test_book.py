@@ -505,6 +505,17 @@ def record(tmp_path, monkeypatch):
     measured |= dict.fromkeys(("values", "values_backward"), {"rows": read})
     widths = head | {"notebook": "head_dims", "tables": measured}
     (reference / "head_dims.json").write_text(json.dumps(widths))
+    times = {"attnlib": 2.0, "triton": 4.0, "fa3": 2.4, "attnlib (control)": 2.1}
+    called = {"call": "D64 2 x 8192 varlen", "varlen": True}
+    sequences = [
+        called | {"kernel": kernel, "pass": way, "ms": ms, "tflops": 1000 / ms, "round_ms": [ms, ms, ms]}
+        for way in ("forward", "backward") for kernel, ms in times.items()
+        if way == "forward" or kernel != "fa3"
+    ]  # fmt: skip
+    batch = [row | {"call": "D64 2 x 8192", "varlen": False} for row in sequences]
+    lists = {"short": batch, "equal": sequences, "lengths": []}
+    varlen = head | {"notebook": "varlen", "tables": {name: {"rows": rows} for name, rows in lists.items()}}
+    (reference / "varlen.json").write_text(json.dumps(varlen))
     tiles = ("M256N64", 500.0), ("M256N64, kept", 550.0), ("M256N64, kept, early wait", 520.0), ("fa3", 440.0)
     read = [call | {"impl": x, "tflops": y, "ms": 100 / y} for x, y in tiles]
     measured = {"calls": {"rows": read}, "more": {"rows": []}}
@@ -601,6 +612,8 @@ def test_tables_of_pages_are_drawn_from_the_records(pages):
     assert "| 8192 tokens | 5.00x |" + 3 * " 3.5x, noise not measured |" in text
     assert "causal fp16, weights in 10% of the blocks | 1.548 | 4.132 | – | – | – | – |" in text
     assert "| B1 H12 S4096 D64 causal fp16 | 529 | – | 493 | – | 1.073, noise not measured |" in text
+    assert "| D64 2 x 8192 varlen | 500 | 250 | 417 | 1.200x, noise 1.050: faster |" in text
+    assert "| D64 2 x 8192 varlen | 500 | 250 | – | – |" in text and "| D64 2 x 8192 |" not in text
     assert "D64 causal fp16, M256N64 | 500 | 550 | 440 | 1.100, noise not measured | 1.250, noise" in text
     cells = "1.200 (1.10 to 1.30) | 3, 0, 0 | 0.900 (0.90 to 0.90) | 0, 0, 1 |"
     assert f"| D = 64 | {cells}" in text and f"| **all** | {cells}" in text
