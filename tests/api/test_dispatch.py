@@ -441,11 +441,11 @@ def test_what_computes_values_of_another_width(gpu):
         pair = [x[..., :columns] for x, columns in zip(call, (own, own, values), strict=True)]
         choice = resolve(*pair, params, True)
         how = {"kind": configs_backward.BackwardKind(short=True, float16=True), "stays": True}
-        expected = configs_backward.own_values_backward_config(own, values, **how)
+        expected = configs_backward.backward_config(own, values, **how)
         assert choice.kernel == "hopper" and choice.configuration == expected
     in_order = resolve(*call, params._replace(deterministic=True), True)
     assert in_order.kernel == "hopper"
-    assert in_order.configuration == configs_backward.own_values_backward_config(192, 128, deterministic=True)
+    assert in_order.configuration == configs_backward.backward_config(192, 128, deterministic=True)
     gpu(8)
     assert explain(*call).kernel == "triton"
     assert explain(*call).reason == "hopper needs a GPU of compute capability 9.x; cuda:0 has 8.0"

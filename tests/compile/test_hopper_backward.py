@@ -36,8 +36,8 @@ from attnlib.kernels.hopper.configs_backward import (
     SPLIT,
     BackwardKind,
     HopperBackwardConfig,
+    backward_config,
     hopper_backward_config,
-    own_values_backward_config,
 )
 from attnlib.params import MaskWindow
 
@@ -234,7 +234,7 @@ def columns_of(
     kind = kind if deterministic else DENSE
     if isinstance(name, str):
         columns, values = map(int, name.split("/"))
-        return columns, values, own_values_backward_config(columns, values, deterministic, kind)
+        return columns, values, backward_config(columns, values, deterministic, kind)
     return name, name, hopper_backward_config(name, deterministic, kind=kind)
 
 

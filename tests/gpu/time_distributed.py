@@ -232,8 +232,8 @@ def names_for(case: Case, which: str, lengths: Sequence[int], long: bool = False
 def fits(case: Case, which: str, names: Sequence[str], until: float, rounds: range | None) -> bool:
     """Whether a call is likely to get its rounds in time, or its fewest: two where one takes seconds."""
     one = case.flops(which) / TFLOPS / 1e9
-    window, least = max(TIMED_MS + SETTLE_MS, one), 2 if case.flops(which) > LONG else ROUNDS.start
-    least = rounds.start if rounds else least
+    fewest = 2 if case.flops(which) > LONG else ROUNDS.start
+    window, least = max(TIMED_MS + SETTLE_MS, one), rounds.start if rounds else fewest
     return not ranks.late(until - (len(names) * (least * window + 2 * one) + 2 * one) / 1e3)  # + the check
 
 

@@ -23,8 +23,8 @@ from attnlib.kernels.hopper.configs_backward import (
     KEYS_96,
     BackwardKind,
     HopperBackwardConfig,
+    backward_config,
     hopper_backward_config,
-    own_values_backward_config,
 )
 from attnlib.kernels.hopper.sharing import in_order
 
@@ -396,7 +396,7 @@ def sums_apart(D: int, D_v: int | None = None, varlen: bool = False) -> HopperBa
     """What grouped heads with many rows get under a diagonal, in groups of 8."""
     kind = BackwardKind(masked=True, alone=False, varlen=varlen)
     if D_v is not None:
-        return in_order(own_values_backward_config(D, D_v, True, kind), 192, 8, 512, kind)
+        return in_order(backward_config(D, D_v, True, kind), 192, 8, 512, kind)
     return in_order(hopper_backward_config(D, True, D <= 128, kind), D, 8, 512, kind)
 
 

@@ -32,8 +32,8 @@ from attnlib.kernels.hopper import (
 from attnlib.kernels.hopper.configs import HopperConfig, SplitConfig
 from attnlib.kernels.hopper.configs_backward import (
     KEYS_96,
+    backward_config,
     hopper_backward_config,
-    own_values_backward_config,
 )
 
 pytestmark = INTERPRETER_REMARKS
@@ -63,7 +63,7 @@ FORWARD = {
     "varlen, a program without rows": Call(64, 1, 1, varlen=((64, 70), (0, 70)), config=JOINT),
 }
 ONE_TILE = {D: hopper_backward_config(D) for D in (64, 72, 96, 128)}
-ONE_TILE_64_128 = own_values_backward_config(64, 128)
+ONE_TILE_64_128 = backward_config(64, 128)
 PERSISTENT = {D: replace(hopper_backward_config(D), persistent=True, visited=1) for D in (64, 96, 128)}
 # Five blocks of queries, or four heads of one each; of persistent programs three tiles each.
 BACKWARD = {

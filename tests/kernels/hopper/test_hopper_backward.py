@@ -34,8 +34,8 @@ from attnlib.kernels.hopper.configs_backward import (
     SPLIT,
     BackwardKind,
     HopperBackwardConfig,
+    backward_config,
     hopper_backward_config,
-    own_values_backward_config,
 )
 from attnlib.params import MaskWindow, Params, Varlen
 
@@ -403,7 +403,7 @@ def test_which_calls_have_96_keys_a_program() -> None:
             config.width(head_dim)
     for varlen, in_order in product((False, True), repeat=2):
         how = {"deterministic": in_order, "kind": BackwardKind(varlen=varlen)}
-        assert own_values_backward_config(192, 128, **how).block_n == 96
+        assert backward_config(192, 128, **how).block_n == 96
         for head_dim in range(8, 257, 8):
             config = hopper_backward_config(head_dim, **how)
             assert (config.block_n == 96) is (128 < head_dim <= 192) and config.deterministic is in_order

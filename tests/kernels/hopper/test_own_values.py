@@ -20,7 +20,6 @@ from attnlib.kernels.hopper.configs_backward import (
     OwnValuesBackwardConfig,
     backward_config,
     hopper_backward_config,
-    own_values_backward_config,
 )
 
 pytestmark = INTERPRETER_REMARKS
@@ -50,7 +49,7 @@ def test_widths_of_a_tile() -> None:
 
 def test_what_is_not_told_of_the_columns_is_that_of_128() -> None:
     for how in ({"deterministic": True}, {"stays": True, "kind": BackwardKind(masked=True)}):
-        whole, own = hopper_backward_config(128, **how), own_values_backward_config(64, 128, **how)
+        whole, own = hopper_backward_config(128, **how), backward_config(64, 128, **how)
         assert vars(own) == vars(whole) | {"query_columns": 64, "value_columns": 128}
 
 
@@ -66,11 +65,11 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_it_does_without(reason: str) -> None:
     with pytest.raises(ValueError, match=f"^{reason}$"):
-        replace(own_values_backward_config(64, 128), **REFUSED[reason])
+        replace(backward_config(64, 128), **REFUSED[reason])
 
 
 def test_columns_that_do_not_fit() -> None:
-    config = own_values_backward_config(64, 128)
+    config = backward_config(64, 128)
     assert config.widths(40, 128) == (64, 128) == config.sums_widths(128)
     with pytest.raises(ValueError, match="^query_columns: expected 72 or more, got 64$"):
         config.widths(72, 128)
@@ -121,7 +120,7 @@ SMS = {"eager": 1, "late": 3, "random": 2}
 
 def form(call: Call, **changes) -> HopperBackwardConfig:
     kind = BackwardKind(masked=call.causal or call.window is not None, varlen=bool(call.varlen))
-    return replace(own_values_backward_config(call.D, call.D_v, call.deterministic, kind), **changes)
+    return replace(backward_config(call.D, call.D_v, call.deterministic, kind), **changes)
 
 
 def check(call: Call, order: str, **changes) -> None:

@@ -16,8 +16,8 @@ from attnlib.kernels.hopper import launch_backward, sharing
 from attnlib.kernels.hopper.configs_backward import (
     BackwardKind,
     HopperBackwardConfig,
+    backward_config,
     hopper_backward_config,
-    own_values_backward_config,
 )
 from attnlib.params import MaskWindow
 
@@ -43,7 +43,7 @@ def config_of(call: Call, **changes) -> HopperBackwardConfig:
     own = call.D, call.deterministic
     config = hopper_backward_config(*own)
     if call.D_v is not None:
-        config = own_values_backward_config(call.D, call.D_v, call.deterministic)
+        config = backward_config(call.D, call.D_v, call.deterministic)
     return replace(config, **changes)
 
 
