@@ -277,8 +277,8 @@ def kind_of(kind: str) -> BackwardKind:
 
 
 @gluon.jit
-def _one_block(block, m, j, last, m_start, gap, plan: gluon.language.constexpr):
-    return m_start
+def _one_block(block, m, j, last, tile, gap, plan: gluon.language.constexpr):
+    return tile.m_start
 
 
 def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool], set[int]]:

@@ -95,7 +95,7 @@ def drawn(asked, counter_ptr, end, producers: gl.constexpr):
 def row_blocks(work, plan: gl.constexpr):
     """Row blocks of a head, in all varlen sequences together."""
     if plan.varlen:
-        return varlen_tiles.row_blocks(work, plan)
+        return varlen_tiles.count_blocks(work.cu_q, work.B, plan.block_m)
     else:
         return work.num_m
 

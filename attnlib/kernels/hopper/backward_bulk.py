@@ -23,7 +23,7 @@ from attnlib.kernels.common.bulk_add import async_add_shared_to_global
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.turns import await_turn, end_turn
 from attnlib.kernels.hopper import backward_tiles as tiling
-from attnlib.kernels.hopper.backward_persistent import first_tile, tile_number
+from attnlib.kernels.hopper.backward_persistent import first_tile, tile_number, told_tile
 
 LINE = gl.constexpr(launch_postprocess.LINE)
 SUMS_FULL = gl.constexpr(6)  # of the named barriers, and 7
@@ -82,20 +82,20 @@ def tell_sums(j, WG: gl.constexpr):
 def add_all(descs, mem, work, plan: gl.constexpr):
     """A warp's work: dQ of each step."""
     if plan.persistent:
-        number = first_tile(work, plan)
+        number = first_tile(mem, work, 1, plan)
         t = 0
         while number >= 0:
+            tile = told_tile(mem, t, number, work, 1, plan)
             t += 1
-            number = _add_tile(descs, mem, number, t, work, plan)
+            number = _add_tile(descs, mem, tile, t, work, plan)
     else:
-        _add_tile(descs, mem, gl.program_id(0), 1, work, plan)
+        _add_tile(descs, mem, tiling.locate(gl.program_id(0), work, plan), 1, work, plan)
 
 
 @gluon.jit
-def _add_tile(descs, mem, number, after, work, plan: gl.constexpr):
-    """dQ of each step of a tile; of a persistent plan the number of tile `after`, -1 if there is none."""
-    tile = tiling.locate(number, work, plan)
-    following = number * 0 - 1
+def _add_tile(descs, mem, tile, after, work, plan: gl.constexpr):
+    """dQ of each step of a tile; of a persistent plan the first word of tile `after`, -1 if there is none."""
+    following = tile.start * 0 - 1
     if tiling.seen(tile, plan):
         n = (tile.m_end - tile.m_start) * work.GROUP
         block = tiling.first_sums(tile, work, plan)
@@ -110,12 +110,13 @@ def _add_tile(descs, mem, number, after, work, plan: gl.constexpr):
                     await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan, True)
             for w in gl.static_range(plan.writers):
                 named_barrier("sync", SUMS_FULL + w, 160)
-                for i in gl.static_range(parts):
-                    first = line + place_of_dq(i, descs[i].block_shape[0] * LINE // 64, w, plan) // LINE
-                    async_add_shared_to_global(descs[i], [first, 0], mem.sums[i].index(w))
+                if not tiling.behind_all(tile, m, plan):
+                    for i in gl.static_range(parts):
+                        first = line + place_of_dq(i, descs[i].block_shape[0] * LINE // 64, w, plan) // LINE
+                        async_add_shared_to_global(descs[i], [first, 0], mem.sums[i].index(w))
             if plan.persistent:
                 if j + 1 == n:
-                    following = tile_number(mem, after, 1)
+                    following = tile_number(mem, after, 1, plan)
             for w in gl.static_range(plan.writers):
                 tma.store_wait((plan.writers - 1 - w) * parts)
                 if (j + 1 < n) | (following >= 0):

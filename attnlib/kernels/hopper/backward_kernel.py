@@ -166,6 +166,7 @@ from attnlib.kernels.hopper.backward_persistent import (
     set_before,
     set_of,
     tile_number,
+    told_tile,
 )
 from attnlib.kernels.hopper.backward_shared import NUMBERS, Rows, held, issue_scores, produce
 from attnlib.kernels.hopper.backward_turns import Turns, await_grant, keep_turns, new_turns, tell_added
@@ -199,12 +200,15 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def _before(block, m, j, last, m_start, gap, plan: gl.constexpr):
+def _before(block, m, j, last, tile, gap, plan: gl.constexpr):
     """The block of queries of the step before: the one before this, or the last of the head before, or, in a
-    first step of a persistent plan, of the tile before."""
+    first step of a persistent plan, of the tile before. -1 where nobody adds its dQ."""
     # Not a variable of the loop: the compiler finds these by comparing what a name stands for before the loop
     # and after one trip, and would take one that begins as `block` and is set to `block` for a constant.
-    found = block - 1 - gl.where(m == m_start, gap, 0)
+    found = block - 1 - gl.where(m == tile.m_start, gap, 0)
+    if plan.persistent and plan.varlen:
+        m_before = gl.where(m == tile.m_start, tile.m_end, m) - 1
+        found = gl.where(tiling.behind_all(tile, m_before, plan), found * 0 - 1, found)
     if plan.persistent:
         found = gl.where(j == 0, last, found)
     return found
@@ -229,6 +233,8 @@ def _issue_dq(mem, j, first, WG: gl.constexpr, plan: gl.constexpr):
 
 @gluon.jit
 def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
+    if plan.persistent and plan.varlen:
+        wanted = block >= 0
     for i in gl.static_range(len(dq)):
         at = place_of_dq(i, dq[i].shape[1], WG, plan)
         add_sums(dq_ptr, block, dq[i], wanted, at, plan, plan.persistent)
@@ -306,7 +312,7 @@ def _visit(
     else:
         if plan.granted:
             await_grant(mem.turns, n - 1)
-        _add_dq(dq_ptr, _before(block, m, 1, 0, tile.m_start, gap, plan), dq, n > 0, WG, plan)
+        _add_dq(dq_ptr, _before(block, m, 1, 0, tile, gap, plan), dq, n > 0, WG, plan)
         if plan.granted:
             tell_added(mem.turns, n - 1)
     if plan.shared:
@@ -322,8 +328,8 @@ def _visit_tiles(
     desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr
 ):
     """The same for one tile after the other, until the producer tells of none."""
-    number = first_tile(work, plan)
     mbarrier.wait(mem.q_full.index(0), 0)
+    number = first_tile(mem, work, 4, plan)
     s = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
     if plan.held == 0:
         token = issue_scores(Rows(mem.k, ()), WG, matrices(mem.q, 0), 0, plan)
@@ -332,9 +338,9 @@ def _visit_tiles(
         _begin_later(number, plan)
     t = 0  # of the tiles of this program
     i = 0  # of its steps
-    before = work.num_m  # of the step before, any
+    before = number * 0 - 1  # of the step before: none
     while number >= 0:
-        tile = tiling.locate(number, work, plan)
+        tile = told_tile(mem, t, number, work, 4, plan)
         n = (tile.m_end - tile.m_start) * work.GROUP
         first = set_of(t)
         own_k, own_v, s = _begin_tile(mem, s, i, first, WG, plan)
@@ -342,7 +348,7 @@ def _visit_tiles(
         s, dk, dv, block, m = _steps(
             dq_ptr, mem, own_k, own_v, s, i, first, before, block, gap, n, qk_scale, tile, work, WG, plan
         )
-        before = _before(block, m, 1, before, tile.m_start, gap, plan)
+        before = _before(block, m, 1, before, tile, gap, plan)
         if plan.shared:
             sums = tiling.key_sums(desc_dk, WG, tile, work, plan)
             leave(sums, dv, 64 * plan.width, plan)
@@ -355,7 +361,7 @@ def _visit_tiles(
             store_keys(desc_dk, dk, mem, first, WG, at, row, plan)
         i += n
         t += 1
-        number = tile_number(mem, t, 4)
+        number = tile_number(mem, t, 4, plan)
 
     if plan.alternate:
         if WG == 0:
@@ -457,7 +463,7 @@ def _steps(
             if plan.granted:
                 await_grant(mem.turns, i - 1)
             # Not before the fence in write_ds, which might wait for it.
-            _add_dq(dq_ptr, _before(block, m, j, last, tile.m_start, gap, plan), dq, i > 0, WG, plan)
+            _add_dq(dq_ptr, _before(block, m, j, last, tile, gap, plan), dq, i > 0, WG, plan)
         dk = await_parts(dk_token, parts)
         release(Q_FREE, i)
         if plan.granted:
@@ -514,7 +520,7 @@ def attention_backward_hopper(
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
     i_b = 0
-    if plan.varlen:
+    if plan.varlen and not plan.persistent:
         # Before the program is divided among warps: the loop in there makes ptxas take what follows it for
         # different in each thread, and with it the addresses of a step.
         i_b, any_keys = tiling.sequence(gl.program_id(0), cu_k, B, num_n, HEADS_KV, SECTION, LAST, plan)
@@ -529,7 +535,7 @@ def attention_backward_hopper(
     turns, sums, sums_free, told, dk = None, None, None, None, None
     sets: gl.constexpr = 2 if plan.persistent else 1  # of K and V
     if plan.persistent:
-        told = new_next_tile()
+        told = new_next_tile(plan)
         counter_ptr = counter_ptr.to(gl.pointer_type(gl.int32))
     if plan.granted:
         turns = new_turns(2, plan)
@@ -569,7 +575,7 @@ def attention_backward_hopper(
             return
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, LAST, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr,
-        SHARE, tiles, counter_ptr, first,
+        SHARE, tiles, counter_ptr, first, B,
     )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
     registers: gl.constexpr = plan.registers

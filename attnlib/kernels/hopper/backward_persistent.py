@@ -39,38 +39,62 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, slot_of
 from attnlib.kernels.common.preprocess import DELTA, LSE2
+from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.common.tile_scheduler import draw, drawn, lanes
 from attnlib.kernels.common.words import new_words, put_word, word_in
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper.backward_shared import copy_keys, copy_rows
 from attnlib.kernels.hopper.column_parts import nbytes
 
+TOLD = gl.constexpr(3)  # of the named barriers: of varlen sequences the first tile, to the warp that adds dQ
 # ---------------------------------------------------------------- numbers of tiles
 
 
 @gluon.jit
-def new_next_tile():
-    """Places for the numbers of two tiles. Readers take that of the first lane, which also arrives at the
+def new_next_tile(plan: gl.constexpr):
+    """Places for the words of two tiles. Readers take that of the first lane, which also arrives at the
     barrier."""
-    return new_words(2)
+    return new_words(2 * plan.words, 4 if plan.varlen else 32)
 
 
 @gluon.jit
-def _tell(mem, t, number, plan: gl.constexpr):
-    put_word(mem.next_tile.index(t & 1), number)
+def _tell(mem, t, words, plan: gl.constexpr):
+    for w in gl.static_range(len(words)):
+        put_word(mem.next_tile.index((t & 1) * plan.words + w), words[w])
     if plan.granted:
         if t > 0:
             mbarrier.arrive(mem.turns.told, count=1)
+    if plan.varlen and plan.bulk:
+        if t == 0:
+            named_barrier("arrive", TOLD, 64)
 
 
 @gluon.jit
-def tile_number(mem, t, WARPS: gl.constexpr):
-    """Of tile t, -1 if there is none: for those who have waited for Q of its first step, or for `told`."""
-    return word_in(mem.next_tile.index(t & 1), WARPS)
+def _word(mem, t, w, WARPS: gl.constexpr, plan: gl.constexpr):
+    return word_in(mem.next_tile.index((t & 1) * plan.words + w), WARPS)
 
 
 @gluon.jit
-def first_tile(work, plan: gl.constexpr):
+def tile_number(mem, t, WARPS: gl.constexpr, plan: gl.constexpr):
+    """The first word of tile t, -1 if there is none: for those who have waited for Q of its first step, or
+    for `told`. It is the tile's number, or of varlen sequences its head."""
+    return _word(mem, t, 0, WARPS, plan)
+
+
+@gluon.jit
+def told_tile(mem, t, number, work, WARPS: gl.constexpr, plan: gl.constexpr):
+    """Tile t, whose first word is `number`, for the same."""
+    if plan.varlen:
+        words = (number,)
+        for w in gl.static_range(1, plan.words):
+            words = words + (_word(mem, t, w, WARPS, plan),)
+        return tiling.of_words(words, work, plan)
+    else:
+        return tiling.locate(number, work, plan)
+
+
+@gluon.jit
+def drawn_first(work, plan: gl.constexpr):
     """The number of a program's first tile: its own, or, where tiles wait for those of smaller numbers, one
     that the program has drawn. Otherwise, on fewer SMs than there are programs, a program could draw a tile
     that waits for the first one of a program that has not begun."""
@@ -78,6 +102,17 @@ def first_tile(work, plan: gl.constexpr):
         return work.first
     else:
         return gl.program_id(0)
+
+
+@gluon.jit
+def first_tile(mem, work, WARPS: gl.constexpr, plan: gl.constexpr):
+    """The first word of a program's first tile. Who waits for Q of its first step calls this after that."""
+    if plan.varlen:
+        if WARPS == 1:
+            named_barrier("sync", TOLD, 64)
+        return tile_number(mem, 0, WARPS, plan)
+    else:
+        return drawn_first(work, plan)
 
 
 # ---------------------------------------------------------------- sets of K and V
@@ -127,12 +162,15 @@ def await_gradients(i, j):
 def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: gl.constexpr):
     q_bytes: gl.constexpr = nbytes(desc_q) + desc_rows.block_type.nbytes
     do_bytes: gl.constexpr = nbytes(desc_do) + desc_rows.block_type.nbytes
-    number = first_tile(work, plan)
+    number = drawn_first(work, plan)
+    blocks = tiling.key_blocks(work, plan)
+    tiles = blocks * work.HEADS_KV if plan.varlen else work.tiles
+    cursor = 0, 0
     t = 0  # of the tiles of this program
     i = 0  # of its steps
     asked = 0 * lanes()
-    while number < work.tiles:
-        tile = tiling.locate(number, work, plan)
+    while number < tiles:
+        tile, cursor = tiling.find(number, blocks, cursor, work, plan)
         at = tiling.queries(tile, work, plan)
         first = set_of(t)
         n = (tile.m_end - tile.m_start) * work.GROUP
@@ -145,7 +183,7 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
             bar = mem.q_full.index(slot)
             acquire(Q_FREE, i)
             if j == 0:
-                _tell(mem, t, number, plan)
+                _tell(mem, t, tiling.varlen_words(tile) if plan.varlen else (number,), plan)
                 copy_keys(desc_k, tile, bar, q_bytes, mem.k, first, work, plan)
             else:
                 mbarrier.expect(bar, q_bytes)
@@ -165,8 +203,8 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
         if plan.deterministic:  # there are more draws than tiles, so none of them sets the counter back
             number = drawn(asked, work.counter_ptr, 0, 0)
         else:
-            number = drawn(asked, work.counter_ptr, work.tiles, 1)
+            number = drawn(asked, work.counter_ptr, tiles, 1)
         t += 1
     acquire(Q_FREE, i)
-    _tell(mem, t, -1, plan)
+    _tell(mem, t, (-1,), plan)
     mbarrier.arrive(mem.q_full.index(slot_of(i)), count=1)

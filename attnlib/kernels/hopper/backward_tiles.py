@@ -8,10 +8,12 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnlib.kernels.common import varlen_tiles
 from attnlib.kernels.common.tile_scheduler import VARLEN_ROWS, by_sections
 
 ARMS = gl.constexpr(128)  # branches of a search
 HIDDEN = gl.constexpr(1 << 30)  # farther than any query
+NOWHERE = gl.constexpr(1 << 30)  # a row beyond all, which copies fill with zeros
 
 
 class Work(NamedTuple):
@@ -36,6 +38,7 @@ class Work(NamedTuple):
     tiles: gl.tensor = None  # of all programs, where the plan says `persistent`
     counter_ptr: gl.tensor = None  # from which they draw tiles
     first: gl.tensor = None  # tile of this program, see `backward_persistent.first_tile`
+    B: gl.tensor = None  # varlen sequences, where the plan says `persistent`
 
 
 class Tile(NamedTuple):
@@ -111,7 +114,54 @@ def locate(tile, work, plan: gl.constexpr):
         S_k = end_k - start_k
         i_n -= start_k // plan.block_n + i_b
         m_end = gl.cdiv(S_q, plan.block_m)
-    start = i_n * plan.block_n
+    return _tile(head, i_n * plan.block_n, m_end, S_q, S_k, end_q, end_k, work, plan)
+
+
+@gluon.jit
+def key_blocks(work, plan: gl.constexpr):
+    """Blocks of keys of a head, of a persistent plan; of all varlen sequences together."""
+    if plan.varlen:
+        return varlen_tiles.count_blocks(work.cu_k, work.B, plan.block_n)
+    else:
+        return work.num_n
+
+
+@gluon.jit
+def find(number, blocks, cursor, work, plan: gl.constexpr):
+    """(tile, cursor) of a persistent plan; `blocks` is what `key_blocks` found. The cursor is that of
+    `varlen_tiles.find`, (0, 0) at first."""
+    if plan.varlen:
+        place, i_kv = by_sections(number, blocks, work.HEADS_KV, work.SECTION, work.LAST)
+        # The first keys first, as of other tiles.
+        i_b, _, i_n, cursor = varlen_tiles.find(place, cursor, work.cu_k, work.B, plan.block_n)
+        seq = varlen_tiles.sequence(i_b, work)
+        return _varlen_tile(i_b * (work.H // work.GROUP) + i_kv, i_n * plan.block_n, seq, work, plan), cursor
+    else:
+        return locate(number, work, plan), cursor
+
+
+@gluon.jit
+def varlen_words(tile):
+    """What tells a consumer everything of a tile of varlen sequences, as many as `plan.words`; the first one
+    is not negative."""
+    return tile.head, tile.start, tile.S_q, tile.S_k, tile.end_q, tile.end_k
+
+
+@gluon.jit
+def of_words(words, work, plan: gl.constexpr):
+    """The tile of these words."""
+    return _varlen_tile(words[0], words[1], varlen_tiles.Sequence(*words[2:]), work, plan)
+
+
+@gluon.jit
+def _varlen_tile(head, start, seq, work, plan: gl.constexpr):
+    m_end = gl.cdiv(seq.S_q, plan.block_m)
+    return _tile(head, start, m_end, seq.S_q, seq.S_k, seq.end_q, seq.end_k, work, plan)
+
+
+@gluon.jit
+def _tile(head, start, m_end, S_q, S_k, end_q, end_k, work, plan: gl.constexpr):
+    """m_end: blocks of queries of a head, of which those that see the keys are the tile's."""
     # Query i stands at i + S_k - S_q among the keys.
     m_start = 0
     if plan.mask.causal:
@@ -131,11 +181,22 @@ def locate(tile, work, plan: gl.constexpr):
 
 @gluon.jit
 def _two_blocks(m_start, m_end, plan: gl.constexpr):
-    """At least two, of which some may be hidden altogether: a persistent plan has no tile of fewer steps."""
-    if plan.mask.causal or plan.mask.left:
+    """At least two, of which some may be hidden altogether: a persistent plan has no tile of fewer steps. Of
+    a varlen sequence they may lie behind its queries, see `behind_all`."""
+    if plan.mask.causal or plan.mask.left or plan.varlen:
         m_start = gl.minimum(m_start, gl.maximum(m_end - 2, 0))
         m_end = gl.maximum(m_end, m_start + 2)
     return m_start, m_end
+
+
+@gluon.jit
+def behind_all(tile, m, plan: gl.constexpr):
+    """Whether block m is behind the queries of a varlen sequence, in a persistent plan. Copies fill it with
+    zeros, its LSE and delta, too, so that it changes neither dK nor dV, and nobody adds its dQ."""
+    if plan.persistent and plan.varlen:
+        return m * plan.block_m >= tile.S_q
+    else:
+        return False
 
 
 @gluon.jit
@@ -237,7 +298,10 @@ def rows(tile, which, g, m, work, plan: gl.constexpr):
     """Where a descriptor finds LSE2 or delta of a block of queries."""
     i_b, i_kv = _split(tile, work)
     if plan.varlen:
-        return which, i_kv * work.GROUP + g, (_first_rows(i_b, tile, plan) + m) * plan.block_m
+        row = (_first_rows(i_b, tile, plan) + m) * plan.block_m
+        if plan.persistent:
+            row = gl.where(behind_all(tile, m, plan), NOWHERE, row)
+        return which, i_kv * work.GROUP + g, row
     else:
         return which, i_b * work.H + i_kv * work.GROUP + g, m * plan.block_m
 

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from attnlib.kernels.common.memory import barriers
 from attnlib.kernels.common.turns import await_turn, end_turn
 from attnlib.kernels.hopper import backward_tiles as tiling
-from attnlib.kernels.hopper.backward_persistent import first_tile, tile_number
+from attnlib.kernels.hopper.backward_persistent import drawn_first, tile_number
 
 
 class Turns(NamedTuple):
@@ -67,7 +67,7 @@ def keep_turns(mem, work, COUNTS: gl.constexpr, plan: gl.constexpr):
     """A warp's work: wait for the turn of each step. COUNTS: another one's, wait for the additions of each
     step, and count them when they are complete; meanwhile the next step may add."""
     if plan.persistent:
-        number = first_tile(work, plan)
+        number = drawn_first(work, plan)
         t = 0
         i = 0
         while number >= 0:
@@ -99,7 +99,7 @@ def _keep_turns_of_tile(mem, number, before, after, work, COUNTS: gl.constexpr, 
                 mbarrier.wait(turns.added, i & 1)
                 if plan.persistent:
                     if j == n - 2:
-                        following = _next_number(mem, after)
+                        following = _next_number(mem, after, plan)
                 if (j < n - 1) | (following >= 0):
                     mbarrier.arrive(turns.granted, count=1)
                 if counted:
@@ -109,7 +109,7 @@ def _keep_turns_of_tile(mem, number, before, after, work, COUNTS: gl.constexpr, 
                     await_turn(work.turns_ptr, block, tiling.turn(tile, m, work, plan), plan)
                 if plan.persistent:
                     if j == n - 1:
-                        following = _next_number(mem, after)
+                        following = _next_number(mem, after, plan)
                 mbarrier.arrive(turns.granted, count=1)
                 mbarrier.wait(turns.granted, i & 1)
             block += 1
@@ -121,7 +121,7 @@ def _keep_turns_of_tile(mem, number, before, after, work, COUNTS: gl.constexpr, 
 
 
 @gluon.jit
-def _next_number(mem, t):
+def _next_number(mem, t, plan: gl.constexpr):
     """Of tile t, from 1 on, when the producer has told it; -1 if there is none."""
     mbarrier.wait(mem.turns.told, (t - 1) & 1)
-    return tile_number(mem, t, 1)
+    return tile_number(mem, t, 1, plan)

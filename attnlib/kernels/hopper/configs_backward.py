@@ -29,7 +29,7 @@ class HopperBackwardConfig:
             beyond 128 columns, where warpgroups do different things.
         bulk: dQ goes to memory through shared memory, see `backward_bulk`.
         persistent: a program stays on its SM and draws one tile after the other, see `backward_persistent`;
-            not for varlen sequences.
+            not where sums of varlen sequences have an order.
         early_mask: P is masked before its exponentials, not after.
         pause_every: a warpgroup that adds dQ from its registers pauses after so many additions of each
             thread, see `backward_ring.add_sums`; 0: never. Not with `bulk`.

@@ -67,8 +67,8 @@ def prepare(call: Signature) -> BackwardPlan | None:
     visited = sharing.query_heads(call)
     keys = sharing.SharedKeys(call, H // H_kv // visited, heads_kv, num_n * config.block_n)
     shared = keys.share > 1
-    # A tile has two steps or more, see `backward_persistent`.
-    persistent = config.persistent and not call.varlen and padded > config.block_m
+    # A tile of a batch has two steps or more, see `backward_persistent`.
+    persistent = config.persistent and (not config.deterministic if call.varlen else padded > config.block_m)
     sums = keys.elements if shared else 0
     counted = CHUNK if persistent else 0  # a counter of tiles before the sums
     if shared or persistent:

@@ -226,6 +226,9 @@ class BackwardPlan(Constants):
         )
     )  # fmt: skip
 
+    # That tell of a tile, of a persistent plan, see `backward_persistent`.
+    words = property(lambda self: gl.constexpr(6 if self.varlen.value else 1))
+
     # Halves of dQ that the two consumers form: of the queries, or of the columns.
     by_rows = property(lambda self: gl.constexpr(self.block_m.value == 128))
 
