@@ -334,12 +334,13 @@ such programs drift apart, and those that alternate stay half a step apart. Foun
 (docs/lab/hopper-backward.md), as all that follows but sums in an order."""
 _STAYS_FLOAT16 = {"alternate": True, "bulk": True}
 """The same of float16 in 64 columns without a mask, whose P takes fewer instructions to unpack."""
-_VARLEN = {
-    64: ({}, _IN_TURNS_64),
-    80: (_IN_TURNS, _IN_TURNS_96),
-    96: (_IN_TURNS, _IN_TURNS_96),
+_VARLEN_STAYS = {
+    64: (_STAYS_FLOAT16, _IN_TURNS_64),
+    80: (_IN_TURNS, _IN_TURNS),
+    96: (_IN_TURNS, _IN_TURNS),
+    128: (_IN_TURNS | {"pause_every": 4}, _IN_TURNS | {"pause_every": 4}),
 }
-"""The same of varlen sequences, whose programs have one tile."""
+"""The same of varlen sequences, found on an H200."""
 _IN_ORDER = {
     64: ({"alternate": True, "bulk": True, "half_p": False}, _IN_TURNS_64), 96: (_IN_TURNS, _IN_TURNS_96),
 }
@@ -394,8 +395,8 @@ def hopper_backward_config(
     Args:
         head_dim: D, 1 to 256.
         deterministic: gradients have the same bits in every run.
-        stays: programs may stay on their SM: up to 128 columns, where sequences lie in batches. Of grouped
-            heads see `sharing.staying`, and where sums have an order `sharing.in_order`.
+        stays: programs may stay on their SM: up to 128 columns, but not where sums of varlen sequences have
+            an order. Of grouped heads see `sharing.staying`, and where sums have an order `sharing.in_order`.
         kind: whose keys are hidden or not, and how its sequences lie.
 
     Raises:
@@ -417,10 +418,10 @@ def hopper_backward_config(
             changes = staying | {"persistent": True}
         return replace(chosen, deterministic=True, crowding=_crowding_in_order(chosen, kind), **changes)
     chosen = _in_sections(chosen, kind)
-    if kind.varlen:
-        return replace(chosen, **_VARLEN.get(split or width, ({}, {}))[kind.masked])
     if not stays:
         return chosen
+    if kind.varlen:
+        return replace(chosen, persistent=True, **_VARLEN_STAYS[split or width][kind.masked])
     if width == 128 and split is None and kind.long and not kind.masked:
         return replace(chosen, stagger=LONG_STAGGER)
     changes = _STAYS[split or width][kind.masked]

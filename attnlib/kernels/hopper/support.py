@@ -5,12 +5,10 @@ from attnlib.kernels.common.descriptors import describable
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.params import Params
 
-SHORT_FORWARD, SHORT_BACKWARD = {64: 64, 128: 64}, {64: 128, 128: 128}
+SHORT_FORWARD, SHORT_BACKWARD, SHORT_BACKWARD_VARLEN = {64: 64, 128: 64}, {64: 128, 128: 128}, {64: 64, 128: 64}
 """Width of a tile -> sequences of up to so many rows and keys run in the portable kernels: a program of the
 Hopper kernels has an SM for itself, and little to do between its beginning and its end. The times are in
 docs/lab/hopper.md and docs/lab/hopper-backward.md."""
-SHORT_BACKWARD_VARLEN = {64: 256, 128: 128}
-"""The same of varlen sequences, whose programs have one tile each."""
 
 
 def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
