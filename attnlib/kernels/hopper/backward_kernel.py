@@ -432,7 +432,7 @@ def _steps(
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
         if plan.half_p:
             p = gl.convert_layout(here(p_half), plan.s_layout).to(gl.float32)
-        ds_half = (p * (dp - delta)).to(dtype)  # [64, BLOCK_M]
+        ds_half = tiling.without_tail((p * (dp - delta)).to(dtype), row, tile, plan)  # [64, BLOCK_M]
 
         # 2. dV, dQ of the block before, dK, and S of the block after.
         if plan.alternate:
