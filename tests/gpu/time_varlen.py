@@ -4,6 +4,7 @@ in the portable kernel and in FlashAttention-3.
     python tests/gpu/time_varlen.py             all of it, some three minutes; figures/data/<gpu>/varlen.json
     python tests/gpu/time_varlen.py --dims 128  one head dimension
     python tests/gpu/time_varlen.py --tables short,equal    some tables
+    python tests/gpu/time_varlen.py --calls dense           calls whose name has this, with what they stand beside
     python tests/gpu/time_varlen.py --seconds 90    begin nothing after so many, and say what is left out
 
 fp16, causal but where it says dense. A time is the median over shuffled rounds of calls with a cold L2; a
@@ -187,6 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time varlen sequences and windows on this GPU.")
     parser.add_argument("--dims", default="64,128,256", help="head dimensions (default: %(default)s)")
     parser.add_argument("--tables", default=",".join(TABLES), help="(default: %(default)s)")
+    parser.add_argument("--calls", default="", help="text in the name of a call (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=240,
                         help="begin nothing after so many (default: %(default)s)")  # fmt: skip
@@ -199,7 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--dims: expected some of {', '.join(map(str, HEADS))}, got {args.dims}")
     if no_hopper():
         return 2
-    wanted = [case for case in cases(dims) if case.table in args.tables.split(",")]
+    tables_of = args.tables.split(",")
+    wanted = [case for case in cases(dims) if case.table in tables_of and args.calls in case.label]
     tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
     header = records.provenance({"rounds": args.rounds, "timed": "median of rounds, cold L2"})
     path, begin, wrong = records.report_path("varlen", header, args.out), time.monotonic(), 0

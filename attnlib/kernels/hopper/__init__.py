@@ -44,6 +44,7 @@ def configuration(q, k, v, params: Params, backward: bool = False) -> HopperConf
             alone=H == H_kv,
             short=S_k < (SHORT_KEYS if H == H_kv else SHORT_SHARED_KEYS),
             long=H == H_kv and S_q >= LONG_ROWS,
+            tail=params.varlen is None and S_k % 128 != 0,
             float16=q.dtype is torch.float16,
         )
         columns = q.shape[-1], v.shape[-1]

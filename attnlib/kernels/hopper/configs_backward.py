@@ -235,6 +235,7 @@ class BackwardKind:
         alone: no query heads share a key head.
         short: sequences of a batch have fewer than `SHORT_KEYS` keys, or `SHORT_SHARED_KEYS` if heads share.
         long: they have `LONG_ROWS` queries or more.
+        tail: keys of a batch end within a block of 128.
         float16: numbers are float16, not bfloat16.
     """
 
@@ -244,6 +245,7 @@ class BackwardKind:
     alone: bool = True
     short: bool = False
     long: bool = False
+    tail: bool = False
     float16: bool = False
 
 
@@ -327,18 +329,21 @@ _STAYS = {
     64: ({"bulk": True}, _IN_TURNS_64),
     80: (_IN_TURNS, _IN_TURNS),
     96: ({}, _IN_TURNS),
-    128: (_IN_TURNS, _IN_TURNS | {"pause_every": 4}),
+    128: (_IN_TURNS | {"pause_every": 8}, _IN_TURNS | {"pause_every": 4}),
 }
 """Width of a tile -> what changes where programs stay on their SM: without a mask, with one. Consumers of
 such programs drift apart, and those that alternate stay half a step apart. Found by measurement on an H100
-(docs/lab/hopper-backward.md), as all that follows but sums in an order."""
+(docs/lab/hopper-backward.md), as all that follows but what says otherwise; the pause without a mask on an
+H200."""
+_STAYS_TAIL = {96: _IN_TURNS, 128: _IN_TURNS}
+"""The same without a mask, where keys end within a block; found on an H200."""
 _STAYS_FLOAT16 = {"alternate": True, "bulk": True}
 """The same of float16 in 64 columns without a mask, whose P takes fewer instructions to unpack."""
 _VARLEN_STAYS = {
-    64: (_STAYS_FLOAT16, _IN_TURNS_64),
-    80: (_IN_TURNS, _IN_TURNS),
+    64: (_STAYS_FLOAT16 | {"half_p": False}, _IN_TURNS_64),
+    80: ({}, _IN_TURNS),
     96: (_IN_TURNS, _IN_TURNS),
-    128: (_IN_TURNS | {"pause_every": 4}, _IN_TURNS | {"pause_every": 4}),
+    128: (_IN_TURNS, _IN_TURNS | {"pause_every": 4}),
 }
 """The same of varlen sequences, found on an H200."""
 _IN_ORDER = {
@@ -425,6 +430,8 @@ def hopper_backward_config(
     if width == 128 and split is None and kind.long and not kind.masked:
         return replace(chosen, stagger=LONG_STAGGER)
     changes = _STAYS[split or width][kind.masked]
+    if kind.tail and not kind.masked:
+        changes = _STAYS_TAIL.get(split or width, changes)
     if width == 64 and kind.float16 and not kind.masked:
         changes = _STAYS_FLOAT16
     return replace(chosen, persistent=True, **changes)

@@ -164,6 +164,9 @@ one head and whole groups took the same time while the launch before still set t
 store; without that one head should be faster, which was not timed."""
 ROWS_OF_SEQUENCES = 256
 """With fewer rows that see a key, on average, programs of varlen sequences visit whole groups; not timed."""
+LONG_ROWS_OF_SEQUENCES = 1024
+"""From so many rows on they visit one of eight. With 2048 that was 1.03 times as fast as two, with 512 it was
+0.96 to 0.97 times as fast."""
 SHORT_ROWS, SHORT_ROWS_SLOW = 384, 768
 """With fewer rows that see a key a program of 96 keys visits one query head. On an H200 two were the faster
 ones with 512 rows and one with 256; on an H100, whose memory is slower, two with 1024 and one with 564."""
@@ -197,14 +200,17 @@ def of_sequences(
     config: HopperBackwardConfig, group: int, rows: float, kind: BackwardKind
 ) -> HopperBackwardConfig:
     """What grouped heads of varlen sequences get under a diagonal: programs that visit two of eight query
-    heads, and with 64 keys a program two of four. Measured on an H200 with two key heads or four, whose
-    launches have few programs: 1.02 to 1.26 times as fast up to 128 columns, 1.01 to 1.03 at 256. Of four
-    heads a program visits all up to 128 columns: with two it was 0.80 to 1.03 times as fast. With 96 keys a
-    program `query_heads` decides.
+    heads, or one from `LONG_ROWS_OF_SEQUENCES` on, and with 64 keys a program two of four. Measured on an
+    H200 with two key heads or four, whose launches have few programs: up to 128 columns, where programs stay,
+    whole groups of eight take 1.07 to 1.33 times as long; at 256 columns two are 1.01 to 1.03 times as fast.
+    Of four heads a program visits all up to 128 columns: with one or two it was 0.96 to 1.01 times as fast.
+    With 96 keys a program `query_heads` decides.
 
     Args: as of `staying`, without `width`.
     """
     least, parts = (4, 2) if config.block_n == 64 else (8, 4)
+    if config.block_n == 128 and rows >= LONG_ROWS_OF_SEQUENCES:
+        parts = 8
     if not kind.masked or kind.left_bound or config.block_n == 96:
         return config
     if group < least or rows < ROWS_OF_SEQUENCES:
