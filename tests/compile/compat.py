@@ -94,6 +94,7 @@ def families() -> list[Family]:
             (80, "causal", "fp16"), (64, "deterministic causal", "fp16"),
             (128, "deterministic causal", "fp16"),
             (128, "shared causal", "fp16"), (64, "turns bulk whole causal", "fp16"),
+            (64, "turns bulk whole varlen", "fp16"), (128, "turns varlen", "fp16"),
             (192, "causal", "fp16"), (160, "varlen window", "fp16"),
             (192, "deterministic causal", "fp16"),
             ("192/128", "shared causal", "bf16"),

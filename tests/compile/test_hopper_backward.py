@@ -107,10 +107,14 @@ OPTION_SPILLS = {
     (128, "persistent shared both sides"): 6,
     (64, "turns bulk whole causal"): 4, (64, "turns bulk dense"): 6, (64, "turns bulk whole both sides"): 6,
     (64, "turns bulk whole shared causal"): 0, (64, "turns bulk shared dense"): 0,
-    (64, "alternate bulk whole varlen window"): 2, (80, "alternate early varlen window"): 0,
+    (64, "turns bulk whole varlen"): 4, (64, "turns bulk late whole varlen dense"): 12,
+    (64, "turns bulk whole varlen window"): 6, (64, "turns bulk whole shared varlen"): 6,
+    (80, "turns varlen"): 10, (80, "persistent varlen dense"): 8, (96, "turns varlen"): 14,
+    (96, "persistent varlen dense"): 20, (96, "turns shared varlen"): 14, (96, "turns varlen window"): 16,
+    (128, "turns varlen"): 8, (128, "turns varlen dense"): 16, (128, "turns varlen window"): 12,
+    (128, "turns shared varlen"): 10,
     (80, "turns causal"): 16, (80, "turns dense"): 12, (80, "turns shared causal"): 10,
     (96, "turns causal"): 20, (96, "turns shared causal"): 12, (96, "turns both sides"): 20,
-    (96, "alternate early varlen window"): 4, (96, "alternate varlen dense"): 2,
     (128, "turns causal"): 10, (128, "turns dense"): 6, (128, "turns shared causal"): 8,
     (128, "turns both sides"): 8,
 }  # fmt: skip
@@ -136,7 +140,7 @@ SPILLS_OF_VALUES = {
     ("64/128", "turns both sides"): 2, ("64/128", "turns shared causal"): 4, ("64/128", "shared causal"): 0,
     ("64/128", "ordered turns causal"): 2, ("64/128", "ordered turns apart causal"): 2,
     ("64/128", "deterministic varlen window"): 0, ("64/128", "turns bulk causal"): 0,
-    ("64/128", "persistent bulk dense"): 0,
+    ("64/128", "persistent bulk dense"): 0, ("64/128", "turns varlen"): 4, ("128/64", "turns varlen"): 0,
     ("128/64", "dense"): 0, ("128/64", "window"): 0, ("128/64", "varlen dense"): 0,
     ("128/64", "varlen window"): 0, ("128/64", "turns causal"): 2, ("128/64", "turns dense"): 0,
     ("128/64", "turns both sides"): 2, ("128/64", "turns shared causal"): 0,
@@ -146,7 +150,8 @@ SPILLS_OF_VALUES = {
 """Words that may spill beside values with other columns, of up to 128."""
 FIRST = [
     (64, "turns bulk whole causal"), (64, "persistent bulk dense"), (64, "turns bulk whole shared causal"),
-    (64, "alternate bulk whole varlen window"), (80, "turns causal"), (96, "turns causal"),
+    (64, "turns bulk whole varlen window"), (64, "turns bulk late whole varlen dense"), (128, "turns varlen"),
+    (128, "turns shared varlen"), (96, "persistent varlen dense"), (80, "turns causal"), (96, "turns causal"),
     (128, "ordered turns causal"), (128, "ordered turns apart causal"), (128, "turns causal"),
     (128, "apart causal"), (128, "deterministic varlen window"),
     (192, "third early causal"), (192, "deterministic causal"), (256, "causal"), (256, "dense"),
@@ -176,7 +181,7 @@ FORMS |= {f"turns{name.removeprefix('persistent')}": [*options, "alternate"]
 FORMS = {name: dict.fromkeys(options, True) for name, options in FORMS.items()}
 WHOLE = {"half_p": False}
 FORMS |= {"turns bulk whole": FORMS["turns bulk"] | WHOLE, "bulk whole": FORMS["bulk"] | WHOLE}
-FORMS["alternate bulk whole"] = FORMS["bulk whole"] | {"alternate": True}
+FORMS["turns bulk late whole"] = FORMS["turns bulk whole"] | {"early_mask": False}
 FORMS |= {f"{name} shared": form for name, form in FORMS.items() if form.get("persistent")}
 FORMS["pauses"] = {"pause_every": 4}
 FORMS["third early"] = {"pause_every": 3, "early_mask": True}
@@ -222,8 +227,13 @@ LOADS |= {64: 10, 80: 0, 96: 1, 128: 9, 256: 0, 192: 2, 160: 2, PAIR: 0}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 SHARED_LOADS = LOADS | {64: 18, 80: 7, 96: 15}
 """The same where programs share a key head, which keep an address of sums more."""
-OWN_LOADS = {(256, "shared varlen window"): 5, (192, "varlen dense"): 6, (PAIR, "early varlen"): 1}
-"""Of single kinds. No call gets the first by itself: such varlen calls visit all query heads of a group."""
+OWN_LOADS = {
+    (64, "turns bulk late whole varlen dense"): 23,
+    (96, "persistent varlen dense"): 5, (96, "turns varlen window"): 2, (256, "shared varlen window"): 5,
+    (192, "varlen dense"): 6, (PAIR, "early varlen"): 1,
+}  # fmt: skip
+"""Of single kinds. The first is the fastest form of such calls all the same. No call gets (256, "shared varlen
+window") by itself: such varlen calls visit all query heads of a group."""
 
 
 def columns_of(
@@ -407,8 +417,8 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     places = 3 if of_keys else 2 * two_parts
     from_registers = 0 if in_bulk else places
     assert changes == [True] * from_registers, "two places add to dQ, or two for each part, or one"
-    # The last step of a tile, which reads of the next one, where there is no mask.
-    peeled = 2 if stays and in_bulk and kind == "dense" else 1
+    # The last step of a tile, which reads of the next one, where there is no mask, or lengths differ.
+    peeled = 2 if stays and in_bulk and (kind == "dense" or "varlen" in kind) else 1
     assert stats.opcodes.get("UTMAREDG", 0) == (places - from_registers) * peeled
 
 

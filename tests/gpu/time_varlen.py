@@ -4,7 +4,7 @@ in the portable kernel and in FlashAttention-3.
     python tests/gpu/time_varlen.py             all of it, some three minutes; figures/data/<gpu>/varlen.json
     python tests/gpu/time_varlen.py --dims 128  one head dimension
     python tests/gpu/time_varlen.py --tables short,equal    some tables
-    python tests/gpu/time_varlen.py --calls dense           calls whose name has this, with what they stand beside
+    python tests/gpu/time_varlen.py --calls dense    what has this in its name
     python tests/gpu/time_varlen.py --seconds 90    begin nothing after so many, and say what is left out
 
 fp16, causal but where it says dense. A time is the median over shuffled rounds of calls with a cold L2; a

@@ -67,10 +67,10 @@ producer waits before it copies anything of block j+2.
 
 A window with a left bound ends the queries that see a key, so a program visits the blocks between its first
 and its last one (`backward_tiles`). There may be none: then there is no copy and no wait, and the consumers
-store zeros. Varlen sequences are read as in `varlen_tiles`. Their blocks of keys are numbered across all
-sequences, with one to spare for each, and a program finds its sequence by a search. The few programs without
-keys end at once. LSE2, delta and the sums of dQ have rows for each sequence that are padded to whole blocks
-of queries.
+store zeros. Varlen sequences are read as in `varlen_tiles`. Programs that stay on their SM count the blocks
+of keys (`backward_persistent`). For programs of one tile blocks are numbered across all sequences, with one
+to spare for each, and a program finds its sequence by a search; the few without keys end at once. LSE2, delta
+and the sums of dQ have rows for each sequence that are padded to whole blocks of queries.
 
     dQ in bulk
 
@@ -328,8 +328,8 @@ def _visit_tiles(
     desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, work, WG: gl.constexpr, plan: gl.constexpr
 ):
     """The same for one tile after the other, until the producer tells of none."""
-    mbarrier.wait(mem.q_full.index(0), 0)
     number = first_tile(mem, work, 4, plan)
+    mbarrier.wait(mem.q_full.index(0), 0)
     s = gl.zeros([64, plan.block_m], gl.float32, plan.s_layout)
     if plan.held == 0:
         token = issue_scores(Rows(mem.k, ()), WG, matrices(mem.q, 0), 0, plan)
@@ -338,7 +338,7 @@ def _visit_tiles(
         _begin_later(number, plan)
     t = 0  # of the tiles of this program
     i = 0  # of its steps
-    before = number * 0 - 1  # of the step before: none
+    before = number * 0 - 1 if plan.varlen else work.num_m  # of the step before: none, or any
     while number >= 0:
         tile = told_tile(mem, t, number, work, 4, plan)
         n = (tile.m_end - tile.m_start) * work.GROUP
@@ -432,7 +432,7 @@ def _steps(
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
         if plan.half_p:
             p = gl.convert_layout(here(p_half), plan.s_layout).to(gl.float32)
-        ds_half = tiling.without_tail((p * (dp - delta)).to(dtype), row, tile, plan)  # [64, BLOCK_M]
+        ds_half = (p * (dp - delta)).to(dtype)  # [64, BLOCK_M]
 
         # 2. dV, dQ of the block before, dK, and S of the block after.
         if plan.alternate:

@@ -29,6 +29,21 @@ There are two places for a number, of tile t in t & 1. Consumers read it behind 
 the warp that adds dQ in bulk before it lets them write the dQ after next, and the warps of `backward_turns`
 before they let them add dQ of that last step.
 
+    Varlen sequences
+
+Who has the number of a tile still has to find its sequence. The producer does, as that of the forward pass
+does (`varlen_tiles`): it counts the blocks of keys once, and goes on from where it found the tile before. It
+tells the others all that a `Tile` is made of, as words, of which the first one is the head, or -1. So there
+are exactly as many tiles as blocks, and consumers wait for no load of lengths between two tiles. The words of
+the first tile come with its Q, too; the warp that adds dQ in bulk does not look at Q, and waits at a named
+barrier, TOLD. It reads the words of tile t before it frees dQ of the first step of t. So the consumers have
+not come to the third step from there on, and the producer does not tell of tile t + 2.
+
+A tile may belong to a sequence of one block of queries, or of none, and has two steps all the same. What lies
+behind the queries of its sequence belongs to another one: Q and dO are zeros there by the bounds of their
+descriptors, LSE and delta are copied from beyond all rows, so zeros, too, and dQ is not added anywhere
+(`backward_tiles.behind_all`).
+
 `mem` is the `Memory` of a kernel, `plan` its plan. Chapter 20 derives the backward pass.
 """
 
@@ -38,15 +53,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_ring import DO_FREE, Q_FREE, acquire, slot_of
-from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.named_barrier import named_barrier
+from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.tile_scheduler import draw, drawn, lanes
 from attnlib.kernels.common.words import new_words, put_word, word_in
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper.backward_shared import copy_keys, copy_rows
 from attnlib.kernels.hopper.column_parts import nbytes
 
-TOLD = gl.constexpr(3)  # of the named barriers: of varlen sequences the first tile, to the warp that adds dQ
+TOLD = gl.constexpr(3)  # of the named barriers, see above
+
 # ---------------------------------------------------------------- numbers of tiles
 
 
@@ -58,9 +74,15 @@ def new_next_tile(plan: gl.constexpr):
 
 
 @gluon.jit
+def _places(mem, t, w, plan: gl.constexpr):
+    """Of word w of tile t."""
+    return mem.next_tile.index((t & 1) * plan.words + w)
+
+
+@gluon.jit
 def _tell(mem, t, words, plan: gl.constexpr):
     for w in gl.static_range(len(words)):
-        put_word(mem.next_tile.index((t & 1) * plan.words + w), words[w])
+        put_word(_places(mem, t, w, plan), words[w])
     if plan.granted:
         if t > 0:
             mbarrier.arrive(mem.turns.told, count=1)
@@ -70,15 +92,10 @@ def _tell(mem, t, words, plan: gl.constexpr):
 
 
 @gluon.jit
-def _word(mem, t, w, WARPS: gl.constexpr, plan: gl.constexpr):
-    return word_in(mem.next_tile.index((t & 1) * plan.words + w), WARPS)
-
-
-@gluon.jit
 def tile_number(mem, t, WARPS: gl.constexpr, plan: gl.constexpr):
     """The first word of tile t, -1 if there is none: for those who have waited for Q of its first step, or
     for `told`. It is the tile's number, or of varlen sequences its head."""
-    return _word(mem, t, 0, WARPS, plan)
+    return word_in(_places(mem, t, 0, plan), WARPS)
 
 
 @gluon.jit
@@ -87,7 +104,7 @@ def told_tile(mem, t, number, work, WARPS: gl.constexpr, plan: gl.constexpr):
     if plan.varlen:
         words = (number,)
         for w in gl.static_range(1, plan.words):
-            words = words + (_word(mem, t, w, WARPS, plan),)
+            words = words + (word_in(_places(mem, t, w, plan), WARPS),)
         return tiling.of_words(words, work, plan)
     else:
         return tiling.locate(number, work, plan)
@@ -106,10 +123,12 @@ def drawn_first(work, plan: gl.constexpr):
 
 @gluon.jit
 def first_tile(mem, work, WARPS: gl.constexpr, plan: gl.constexpr):
-    """The first word of a program's first tile. Who waits for Q of its first step calls this after that."""
+    """The first word of a program's first tile, for consumers and, of one warp, for who adds dQ in bulk."""
     if plan.varlen:
         if WARPS == 1:
             named_barrier("sync", TOLD, 64)
+        else:
+            mbarrier.wait(mem.q_full.index(0), 0)
         return tile_number(mem, 0, WARPS, plan)
     else:
         return drawn_first(work, plan)

@@ -37,7 +37,7 @@ class Work(NamedTuple):
     SHARE: gl.tensor = None  # programs of a block of keys of a key head, where the plan says `shared`
     tiles: gl.tensor = None  # of all programs, where the plan says `persistent`
     counter_ptr: gl.tensor = None  # from which they draw tiles
-    first: gl.tensor = None  # tile of this program, see `backward_persistent.first_tile`
+    first: gl.tensor = None  # tile of this program, see `backward_persistent.drawn_first`
     B: gl.tensor = None  # varlen sequences, where the plan says `persistent`
 
 
@@ -367,25 +367,10 @@ def visible(p, row, m, tile, work, plan: gl.constexpr):
             hides = hides | (row + 64 > tile.S_k)
         if hides:
             p = _mask(p, first, last, tile.S_k - row, plan)
-    elif plan.mask.tail and not plan.late_tail:
+    elif plan.mask.tail:
         if row + 64 > tile.S_k:
             p = _mask(p, 0, 0, tile.S_k - row, plan)
     return p
-
-
-@gluon.jit
-def without_tail(ds, row, tile, plan: gl.constexpr):
-    """dS^T [64, BLOCK_M] of the keys from `row` on, of a plan with a late tail 0 for those behind the last one.
-
-    Copies fill their rows of K and V with zeros. So they have a P, which may be infinite, but dK and dV of
-    them go nowhere: only in dQ would an infinite dS meet a 0. A mask here has less of a step before and after
-    it that the compiler could mix than one of P.
-    """
-    if plan.late_tail:
-        if row + 64 > tile.S_k:
-            o_k = gl.arange(0, 64, layout=gl.SliceLayout(1, plan.s_layout))  # [64]
-            ds = gl.where((o_k < tile.S_k - row)[:, None], ds, 0.0)
-    return ds
 
 
 @gluon.jit

@@ -335,14 +335,12 @@ _STAYS = {
 such programs drift apart, and those that alternate stay half a step apart. Found by measurement on an H100
 (docs/lab/hopper-backward.md), as all that follows but what says otherwise; the pause without a mask on an
 H200."""
-_STAYS_TAIL = {96: _IN_TURNS, 128: _IN_TURNS}
-"""The same without a mask, where keys end within a block; found on an H200."""
 _STAYS_FLOAT16 = {"alternate": True, "bulk": True}
 """The same of float16 in 64 columns without a mask, whose P takes fewer instructions to unpack."""
 _VARLEN_STAYS = {
     64: (_STAYS_FLOAT16 | {"half_p": False}, _IN_TURNS_64),
     80: ({}, _IN_TURNS),
-    96: (_IN_TURNS, _IN_TURNS),
+    96: ({}, _IN_TURNS),
     128: (_IN_TURNS, _IN_TURNS | {"pause_every": 4}),
 }
 """The same of varlen sequences, found on an H200."""
@@ -350,7 +348,7 @@ _IN_ORDER = {
     64: ({"alternate": True, "bulk": True, "half_p": False}, _IN_TURNS_64), 96: (_IN_TURNS, _IN_TURNS_96),
 }
 """The same where sums have an order, in programs of one tile; found on an H200."""
-_IN_ORDER_STAYS = {64: (None, _IN_TURNS_64), 96: (None, _IN_TURNS_96), 128: _STAYS[128]}
+_IN_ORDER_STAYS = {64: (None, _IN_TURNS_64), 96: (None, _IN_TURNS_96), 128: (_IN_TURNS, _STAYS[128][1])}
 """And in programs that stay; None: those of one tile are as fast, but see `_stays_in_order`. At D = 128
 without a mask programs stay at all lengths: they take 1.018 times a call without an order at 4096 tokens,
 those of one tile 1.046, and at 16384 tokens 1.013 and 1.006."""
@@ -430,8 +428,8 @@ def hopper_backward_config(
     if width == 128 and split is None and kind.long and not kind.masked:
         return replace(chosen, stagger=LONG_STAGGER)
     changes = _STAYS[split or width][kind.masked]
-    if kind.tail and not kind.masked:
-        changes = _STAYS_TAIL.get(split or width, changes)
+    if kind.tail and not kind.masked:  # there a pause gains nothing
+        changes = changes | {"pause_every": 0}
     if width == 64 and kind.float16 and not kind.masked:
         changes = _STAYS_FLOAT16
     return replace(chosen, persistent=True, **changes)

@@ -226,13 +226,6 @@ class BackwardPlan(Constants):
         )
     )  # fmt: skip
 
-    # No keys are hidden but those behind the last one, see `backward_tiles.without_tail`.
-    late_tail = property(
-        lambda self: gl.constexpr(
-            self.mask.tail.value and not (self.mask.causal.value or self.mask.left.value)
-        )
-    )
-
     # That tell of a tile, of a persistent plan, see `backward_persistent`.
     words = property(lambda self: gl.constexpr(6 if self.varlen.value else 1))
 
@@ -328,7 +321,6 @@ class WideBackwardPlan(Constants):
     sums_width = property(lambda self: gl.constexpr(2 * self.d.value))  # of sums of dK and dV
     held = gl.constexpr(0)
     few, step, consumers = gl.constexpr(False), gl.constexpr(0), gl.constexpr(2)  # as in `BackwardPlan`
-    late_tail = gl.constexpr(False)
 
     # Accumulators: of S^T and dP^T [64, block_m], of the halves of dK, dV and dQ.
     s_layout = property(lambda self: accumulator(self.block_m.value))
@@ -363,7 +355,6 @@ class Keys96BackwardPlan(Constants):
     last = property(lambda self: gl.constexpr(self.width.value - 128))  # columns of part 2 that are used
     sums_width = property(lambda self: gl.constexpr(192 + 64 * self.value_parts.value))  # of dK and dV
     few, step, consumers = gl.constexpr(True), gl.constexpr(64), gl.constexpr(3)  # as in `BackwardPlan`
-    late_tail = gl.constexpr(False)
     persistent = gl.constexpr(False)
     backwards = property(lambda self: gl.constexpr(self.deterministic.value and self.mask.causal.value))
     # They may be seen by no query.

@@ -5,10 +5,12 @@ from attnlib.kernels.common.descriptors import describable
 from attnlib.kernels.common.tiles import tile_width
 from attnlib.params import Params
 
-SHORT_FORWARD, SHORT_BACKWARD, SHORT_BACKWARD_VARLEN = {64: 64, 128: 64}, {64: 128, 128: 128}, {64: 64, 128: 64}
-"""Width of a tile -> sequences of up to so many rows and keys run in the portable kernels: a program of the
-Hopper kernels has an SM for itself, and little to do between its beginning and its end. The times are in
-docs/lab/hopper.md and docs/lab/hopper-backward.md."""
+SHORT_FORWARD, SHORT_BACKWARD, SHORT_BACKWARD_VARLEN = 64, 128, 64
+"""Sequences of up to so many rows and keys run in the portable kernels: a program of the Hopper kernels has
+an SM for itself, and little to do between its beginning and its end. The times are in docs/lab/hopper.md and
+docs/lab/hopper-backward.md."""
+WIDEST = 128
+"""Columns of a tile, up to which they do."""
 
 
 def unsupported(q, k, v, params: Params, backward: bool = False) -> str | None:
@@ -35,7 +37,7 @@ def slower(q, k, params: Params, backward: bool = False) -> str | None:
     """Why another family is faster for sequences as short as these; None if none is."""
     rows, keys = (q.shape[2], k.shape[2]) if params.varlen is None else params.varlen[2:]
     of_backward = SHORT_BACKWARD if params.varlen is None else SHORT_BACKWARD_VARLEN
-    limits, width = of_backward if backward else SHORT_FORWARD, tile_width(q.shape[-1])
-    if width not in limits or max(rows, keys) > limits[width]:
+    limit, width = of_backward if backward else SHORT_FORWARD, tile_width(q.shape[-1])
+    if width > WIDEST or max(rows, keys) > limit:
         return None
-    return f"is slower for sequences of at most {limits[width]} rows and keys, with D at most {width}"
+    return f"is slower for sequences of at most {limit} rows and keys, with D at most {width}"

@@ -331,7 +331,22 @@ TILES = {
     "128 columns, rows that see nothing": Call(128, 1, 1, 300, 150),
     "128 columns, fewer tiles than SMs": Call(128, 1, 1, 150, 40),
     "64 columns, one step, not persistent": Call(64, 1, 1, 100, 400, causal=False),
-    "64 columns, varlen, not persistent": Call(64, 1, 1, varlen=((40, 170), (300, 90))),
+    "64 columns, varlen, in order, not persistent": Call(
+        64, 1, 1, varlen=((40, 170), (300, 90)), deterministic=True
+    ),
+    "64 columns, varlen": Call(64, 2, 2, varlen=((40, 170), (0, 5), (300, 90), (1, 200))),
+    "64 columns, varlen, bulk, dense": Call(
+        64, 2, 1, varlen=((40, 70), (0, 300), (150, 130), (128, 128)), causal=False
+    ),
+    "96 columns, varlen": Call(96, 2, 1, varlen=((40, 170), (300, 90), (1, 200))),
+    "72 of 80 columns, varlen, dense": Call(72, 1, 1, varlen=((40, 70), (140, 170)), causal=False),
+    "128 columns, varlen, dense": Call(128, 1, 1, varlen=((40, 170), (150, 40), (129, 70)), causal=False),
+    "128 columns, varlen, a window": Call(128, 1, 1, varlen=((140, 170), (200, 90)), window=(50, -1)),
+    "64 columns, varlen, bulk, a window on both sides": Call(
+        64, 2, 2, varlen=((200, 300), (300, 100), (70, 70)), window=(140, 10), causal=False
+    ),
+    "64 columns, varlen, bulk, fewer tiles than SMs": Call(64, 1, 1, varlen=((30, 40), (0, 3))),
+    "128 columns, varlen, many sequences": Call(128, 1, 1, varlen=((3, 5),) * 40),
 }
 
 
@@ -342,6 +357,8 @@ SHARED_TILES = {
     "128 columns, a window": Call(128, 2, 1, 150, 300, causal=False, window=(60, 20)),
     "128 columns, rows that see nothing": Call(128, 2, 1, 300, 150),
     "72 of 80 columns, bulk, apart": Call(72, 2, 1, 150, 300),
+    "64 columns, varlen, bulk": Call(64, 4, 2, varlen=((40, 170), (0, 5), (300, 90))),
+    "128 columns, varlen, apart": Call(128, 2, 1, varlen=((150, 170), (0, 50), (90, 90))),
 }
 
 
@@ -361,7 +378,8 @@ def test_programs_that_stay_and_share_a_key_head(name: str, order: str) -> None:
 @pytest.mark.parametrize(("name", "order"), in_turn(TILES, ORDERS))
 def test_programs_that_stay_on_their_sm(name: str, order: str) -> None:
     call, sms = TILES[name], SMS[order]
-    config = replace(hopper_backward_config(call.D), persistent=True, bulk="bulk" in name)
+    chosen = hopper_backward_config(call.D, call.deterministic)
+    config = replace(chosen, persistent=True, bulk="bulk" in name, added=not call.deterministic)
     config = replace(config, visited=call.H // call.H_kv, early_mask=order == "late", masked_stagger=600)
     kernel = check_backward(replace(call, config=config), order, sms=sms)
     assert kernel.reports[-1].unwaited == ()
@@ -376,6 +394,8 @@ ALTERNATING_TILES = {
     "128 columns, a window": Call(128, 1, 1, 150, 500, causal=False, window=(60, 20)),
     "128 columns, rows that see nothing": Call(128, 1, 1, 300, 150),
     "128 columns, programs share a key head": Call(128, 2, 1, 150, 300, causal=False),
+    "64 columns, varlen, bulk": Call(64, 2, 2, varlen=((40, 170), (0, 5), (300, 90), (1, 200))),
+    "128 columns, varlen, dense": Call(128, 1, 1, varlen=((40, 170), (150, 40), (129, 70)), causal=False),
 }
 
 

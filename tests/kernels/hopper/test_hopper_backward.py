@@ -133,7 +133,8 @@ def test_it_runs_calls_that_want_the_same_bits(head_dim, deterministic, monkeypa
     params = Params(MaskWindow(None, None), SCALE, deterministic=deterministic)
     assert hopper.unsupported(q, q, q, params, backward=True) is None
     config = hopper.configuration(q, q, q, params, backward=True)
-    assert config == hopper_backward_config(head_dim, deterministic, True, BackwardKind(float16=True))
+    kind = BackwardKind(tail=True, float16=True)
+    assert config == hopper_backward_config(head_dim, deterministic, True, kind)
     assert config.deterministic is deterministic
     mask = {"causal": False, "shifted": False, "left": False, "tail": True}
     width = config.width(head_dim)
@@ -152,9 +153,9 @@ def test_it_runs_calls_that_want_the_same_bits(head_dim, deterministic, monkeypa
 
 
 def test_which_programs_stay_on_their_sm() -> None:
-    """Not of two grouped heads with few rows, in varlen sequences, nor beyond 128 columns. Where sums of so
-    short sequences have an order, not of 65 to 96 columns without a mask. Consumers alternate, but for kinds
-    that were faster without."""
+    """Not of two grouped heads with few rows, nor beyond 128 columns. Where sums of so short sequences have
+    an order, not of varlen ones, and not of 65 to 96 columns without a mask. Consumers alternate, but for
+    kinds that were faster without."""
     dtypes, windows = (torch.float16, torch.bfloat16), (MaskWindow(None, None), MaskWindow(None, 0))
     for head_dim, dtype in product(range(8, 257, 8), dtypes):
         q, k = (torch.zeros(1, heads, 130, head_dim, dtype=dtype) for heads in (4, 2))
@@ -176,8 +177,8 @@ def test_which_programs_stay_on_their_sm() -> None:
             tokens, starts = q[0].transpose(0, 1), torch.tensor([0, 130], dtype=torch.int32)
             varlen = params._replace(varlen=Varlen(starts, starts, 130, 130))
             config = hopper.configuration(tokens, tokens, tokens, varlen, backward=True)
-            assert not config.persistent
-            turns = 64 < head_dim <= 96 or (head_dim <= 64 and window == windows[1])
+            assert config.persistent is (head_dim <= 128 and not deterministic)
+            turns = head_dim <= 128 and not (64 < head_dim <= 96 and window == windows[0])
             assert config.alternate is (head_dim <= 96 if deterministic else turns)
 
 
@@ -363,8 +364,9 @@ def test_how_often_calls_pause() -> None:
         return hopper_backward_config(columns, deterministic, **how).pause_every
 
     assert {every(256, masked=m, varlen=v) for m in (False, True) for v in (False, True)} == {1}
-    assert every(128, masked=True) == 4 and every(128) == every(64) == every(96, masked=True) == 0
-    assert every(128, masked=True, varlen=True) == every(128, varlen=True, alone=False) == 0
+    assert every(128, masked=True) == every(128, masked=True, tail=True) == 4
+    assert every(128) == 8 and every(128, tail=True) == every(64) == every(96, masked=True) == 0
+    assert every(128, masked=True, varlen=True) == 4 and every(128, varlen=True, alone=False) == 0
     for columns in (160, 192):
         assert every(columns) == every(columns, masked=True, alone=False) == 4
         window = every(columns, masked=True, left_bound=True, alone=False)
