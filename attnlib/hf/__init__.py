@@ -30,9 +30,8 @@ with a cache that is still empty and can grow, too, if the model hands them to i
 ignores them then). A later step without an attention_mask does not go on from such a cache.
 
 Inside of a compiled graph the values of a mask can't be read, so padding is computed too, and up to 64 packed
-sequences per row; more, or holes under a window, fail when the graph runs. Nor is it known that a cache was
-filled with packed sequences there: a later step goes on from it as from one sequence. Any other mask becomes
-a bias there, with a number for each query and key.
+sequences per row; more, or holes under a window, fail when the graph runs. Any other mask becomes a bias
+there, with a number for each query and key.
 
 ValueError, which names the argument or the model's class, for everything else: dropout, attention weights as
 a result, paged caches, models that don't support "sdpa", and every argument that attnlib does not know.

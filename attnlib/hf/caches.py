@@ -10,9 +10,16 @@ from typing import Any
 
 import torch
 
+from attnlib.hf.layout import require, values_known
+
 _asked = threading.local()
 _HOLDS_PACKED = "attnlib_holds_packed"
-"""An attribute of caches, since copies of them hold the same."""
+"""An attribute of caches, since copies of them hold the same: True, or of a cache that a compiled graph
+filled a bool tensor, whose value is known when the graph has run."""
+_ONE_SEQUENCE = (
+    "past_key_values: expected a cache of one sequence in each row, got one that was filled with packed "
+    "sequences; attnlib can't know which of them its tokens go on with"
+)
 _ARGUMENTS = "config", "inputs_embeds", "attention_mask", "past_key_values"
 """The first ones of the function that `prepare` wraps."""
 
@@ -64,10 +71,12 @@ def _layers(cache) -> list:
     return getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
 
 
-def remember_packed(cache) -> None:
-    """Packed sequences are in the cache from now on."""
-    if cache is not None:
-        setattr(cache, _HOLDS_PACKED, True)
+def remember_packed(cache, holds: bool | torch.Tensor = True) -> None:
+    """Packed sequences are in the cache from now on; if a graph is compiled, where `holds` says so. What else
+    records calls would leave its own tensors in the cache."""
+    if cache is None or not (torch.compiler.is_dynamo_compiling() or not torch.compiler.is_compiling()):
+        return
+    setattr(cache, _HOLDS_PACKED, holds)
 
 
 def check_last_queries(cache) -> None:
@@ -84,11 +93,13 @@ def check_last_queries(cache) -> None:
 
 def check_continued(cache, q_offset: int | torch.Tensor | None) -> None:
     """ValueError for a cache with packed sequences, of which `q_offset` tokens were there before."""
-    if not getattr(cache, _HOLDS_PACKED, False):
+    holds = getattr(cache, _HOLDS_PACKED, False)
+    if holds is False:
         return
     if not isinstance(q_offset, int) or q_offset:
-        raise ValueError(
-            "past_key_values: expected a cache of one sequence in each row, got one that was filled with "
-            "packed sequences; attnlib can't know which of them its tokens go on with"
-        )
-    delattr(cache, _HOLDS_PACKED)  # it was emptied
+        if not isinstance(holds, torch.Tensor):
+            raise ValueError(_ONE_SEQUENCE)
+        require(~holds, _ONE_SEQUENCE)
+        if not values_known(holds):
+            return
+    delattr(cache, _HOLDS_PACKED)  # it was emptied, or holds none

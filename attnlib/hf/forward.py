@@ -252,7 +252,8 @@ def _check_cache(mask: Mask, name: str, fixed: bool, layout: Layout) -> None:
     another one is known to hold them from now on."""
     if fixed or caches.is_fixed(mask.cache):
         raise ValueError(f"{name}: {_ONE_SEQUENCE}")
-    if layout.cu_seqlens_q.numel() > 2 and values_known(layout.cu_seqlens_q):
+    told = name != "position_ids"
+    if layout.cu_seqlens_q.numel() > 2 and (told or values_known(layout.cu_seqlens_q)):
         caches.remember_packed(mask.cache)
 
 
@@ -343,4 +344,6 @@ def _looked_at(position_ids: torch.Tensor, mask: Mask) -> Layout | None:
         "position_ids: expected packed sequences that begin at 0, got one that begins elsewhere; "
         "cu_seq_lens_q and its kin can tell what is meant",
     )
+    if not values_known(sequences):
+        caches.remember_packed(mask.cache, (sequences[:, -1] > 0).any())
     return packed(sequences)

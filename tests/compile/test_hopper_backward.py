@@ -232,8 +232,8 @@ OWN_LOADS = {
     (96, "persistent varlen dense"): 5, (96, "turns varlen window"): 2, (256, "shared varlen window"): 5,
     (192, "varlen dense"): 6, (PAIR, "early varlen"): 1,
 }  # fmt: skip
-"""Of single kinds. The first is the fastest form of such calls all the same. No call gets (256, "shared varlen
-window") by itself: such varlen calls visit all query heads of a group."""
+"""Of single kinds. The first is the fastest form of such calls all the same. No call gets (256, "shared
+varlen window") by itself: such varlen calls visit all query heads of a group."""
 
 
 def columns_of(

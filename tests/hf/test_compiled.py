@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from cases import INTERPRETER_REMARKS
@@ -189,3 +191,34 @@ def test_packed_rows_and_a_cache_of_a_fixed_size(name, device):
         cache = transformers.StaticCache(model.config, 32)
         with pytest.raises(RuntimeError, match="^position_ids: expected one sequence in each row beside a"):
             step(ids, past_key_values=cache, position_ids=row % 9)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a failed assertion on a GPU ends the process")
+@pytest.mark.parametrize("name", ["llama", "sliding window"])
+@pytest.mark.parametrize("told", [False, True], ids=["position_ids", "cu_seq_lens"])
+def test_a_cache_that_a_graph_filled_with_packed_rows_is_not_continued(told, name, device):
+    """Whether it holds any is known when the graph has run. One of one sequence goes on."""
+    model = one_layer(name, "attnlib", device)
+    step = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    ids, more = tokens(1, 12, device), tokens(1, 2, device)
+    row = torch.arange(12, device=device)[None]
+    packed = {"position_ids": torch.where(row < 3, row, row - 3)}
+    if told:
+        offsets = torch.tensor([0, 3, 12], dtype=torch.int32, device=device)
+        packed |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 9, "max_length_k": 9}
+    with torch.no_grad():
+        expected = model(torch.cat([ids, more], 1)).logits[:, -2:]
+        for last in (model, step):
+            cache = step(ids, position_ids=row).past_key_values
+            found = [step(more[:, :1], past_key_values=cache), last(more[:, 1:], past_key_values=cache)]
+            close(torch.cat([x.logits for x in found], 1), expected, {})
+            cache = step(ids, **packed).past_key_values
+            raised = ValueError if last is model else RuntimeError  # of the graph, or of its compiler
+            for held in (cache, copy.deepcopy(cache)):
+                torch._dynamo.reset()
+                with pytest.raises(raised, match="past_key_values: expected a cache of one sequence in"):
+                    last(more[:, :1], past_key_values=held)
+            if name != "llama":  # whose cache can't be emptied
+                continue
+            cache.crop(-12)
+            close(last(ids, past_key_values=cache).logits, model(ids).logits, {})
