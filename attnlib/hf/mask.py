@@ -57,14 +57,15 @@ class Mask:
         stay."""
         device, *_ = torch._C._nn._parse_to(*args, **kwargs)
         named = {name: getattr(self, name) for name in ("kept", "starts", "lengths", "bias", "block_mask")}
-        if device is None or (self.layout is None and not any(x is not None for x in named.values())):
+        if device is None or all(x is None for x in (self.layout, self.last, *named.values())):
             return self
 
         def moved(x):
             return x.to(device) if isinstance(x, torch.Tensor | BlockMask) else x
 
         layout = None if self.layout is None else Layout(*map(moved, self.layout))
-        return replace(self, layout=layout, **{name: moved(x) for name, x in named.items()})
+        last = None if self.last is None else lambda number: self.last(number).to(device)
+        return replace(self, layout=layout, last=last, **{name: moved(x) for name, x in named.items()})
 
     ndim = 4
     """transformers asks whether a mask is padding still to be looked at, of two dimensions."""

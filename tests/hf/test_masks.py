@@ -276,6 +276,8 @@ def test_all_of_a_mask_goes_to_another_device():
     there = mask.to("meta")
     assert {x.device.type for x in (there.kept, there.block_mask, there.bias)} == {"meta"}
     assert mask.to(torch.float16) is mask and mask.to("cpu", torch.float16).kept.dtype == torch.bool
+    named = Mask(5, 5, last=lambda number: seen[None, None, -number:]).to("meta")
+    assert named[:, :, -2:, :].device.type == "meta" and named[:, :, -2:, :].shape == (1, 1, 2, 5)
 
 
 # ---------------------------------------------------------------- holes and windows
