@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import draws
 import families
@@ -83,9 +84,9 @@ def test_windows(window, head_dim):
 def test_varlen_sequences(dtype, window, head_dim):
     """Empty ones, ones without keys, and neighbors of all lengths; forward and backward."""
     lengths = ((0, 0), (1, 1), (17, 17), (129, 129), (0, 5), (5, 0), (300, 500), (700, 300), (1000, 1000))
-    for causal in (True, False):
+    for causal, group in product((True, False), (1, 2)):
         call = Draw(
-            lengths=lengths, varlen=True, batch=1, kv_heads=2, group=2, head_dim=head_dim, dtype=dtype,
+            lengths=lengths, varlen=True, batch=1, kv_heads=2, group=group, head_dim=head_dim, dtype=dtype,
             causal=causal, window=window, sm_scale=None, layouts=(0, 0, 0, 0), seed=0,
         )  # fmt: skip
         draws.check(call, "cuda", "hopper")
