@@ -57,20 +57,18 @@ no parity: an arrival at an mbarrier costs a synchronization of the warpgroup fi
 barrier for their reuse: a consumer writes dS(j) after it has waited for the other's dS(j-1). Before the other
 arrived for that, it had waited for its own dQ(j-2), the last product that reads this buffer.
 
-LSE and delta come by TMA, through the async proxy, and are read by ordinary loads, through the generic proxy.
-A barrier does not order accesses through different proxies, so between a consumer's load and the copy that
-overwrites what it loaded there has to be a fence, fence.proxy.async, by the same consumer. The one that dS(j)
-needs does for both: it comes after the loads of step j and before the release of Q of j, for which the
-producer waits before it copies anything of block j+2.
+LSE and delta come by TMA, through the async proxy, and ordinary loads read them, through the generic one. A
+barrier does not order these two, so between a consumer's load and the copy that overwrites what it loaded
+there has to be a fence, fence.proxy.async, by the same consumer. The one that dS(j) needs does for both: it
+comes after the loads of step j and before the release of Q of j, which the producer awaits to copy block j+2.
 
     Windows and varlen sequences
 
-A window with a left bound ends the queries that see a key, so a program visits the blocks between its first
-and its last one (`backward_tiles`). There may be none: then there is no copy and no wait, and the consumers
-store zeros. Varlen sequences are read as in `varlen_tiles`. Programs that stay on their SM count the blocks
-of keys (`backward_persistent`). For programs of one tile blocks are numbered across all sequences, with one
-to spare for each, and a program finds its sequence by a search; the few without keys end at once. LSE2, delta
-and the sums of dQ have rows for each sequence that are padded to whole blocks of queries.
+A window with a left bound ends the queries that see a key (`backward_tiles`). Where none is left there is no
+copy and no wait, and the consumers store zeros. Varlen sequences are read as in `varlen_tiles`. Programs that
+stay on their SM count their blocks of keys (`backward_persistent`). Those of one tile search for a sequence
+among blocks that are numbered with one to spare for each; a program of such a block ends at once. LSE2, delta
+and the sums of dQ have rows for each sequence, padded to whole blocks of queries.
 
     dQ in bulk
 
