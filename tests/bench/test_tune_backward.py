@@ -38,7 +38,8 @@ def test_cells_by_name():
         ("192-dense-4096", hopper_backward_config(192)),
         ("192-varlen-1024", keys96_config(BackwardKind(masked=True, varlen=True))),
         ("192/128-varlendense-1024", keys96_config(BackwardKind(varlen=True), value_columns=128)),
-        ("128-varlengqa8-1024", replace(hopper_backward_config(128, kind=SHARED), visited=2)),
+        ("128-varlengqa8-1024", replace(hopper_backward_config(128, stays=True, kind=SHARED), visited=2)),
+        ("128-varlengqa8-4096", replace(hopper_backward_config(128, stays=True, kind=SHARED), visited=1)),
     ],
 )
 def test_the_default_is_what_calls_get(name, config):
