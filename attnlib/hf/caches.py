@@ -14,8 +14,8 @@ from attnlib.hf.layout import require, values_known
 
 _asked = threading.local()
 _HOLDS_PACKED = "attnlib_holds_packed"
-"""An attribute of caches, since copies of them hold the same: True, or of a cache that a compiled graph
-filled a bool tensor, whose value is known when the graph has run."""
+"""An attribute of caches, since copies of them hold the same: True. Where a compiled graph filled the cache
+it is a bool tensor, whose value is known when the graph has run."""
 _ONE_SEQUENCE = (
     "past_key_values: expected a cache of one sequence in each row, got one that was filled with packed "
     "sequences; attnlib can't know which of them its tokens go on with"
@@ -72,11 +72,11 @@ def _layers(cache) -> list:
 
 
 def remember_packed(cache, holds: bool | torch.Tensor = True) -> None:
-    """Packed sequences are in the cache from now on; if a graph is compiled, where `holds` says so. What else
-    records calls would leave its own tensors in the cache."""
-    if cache is None or not (torch.compiler.is_dynamo_compiling() or not torch.compiler.is_compiling()):
-        return
-    setattr(cache, _HOLDS_PACKED, holds)
+    """Packed sequences are in the cache from now on; if a graph is compiled, where `holds` says so. An
+    exporter that runs the model would leave its own tensor in the cache."""
+    exported = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+    if cache is not None and not exported:
+        setattr(cache, _HOLDS_PACKED, holds)
 
 
 def check_last_queries(cache) -> None:

@@ -131,7 +131,7 @@ def attention_forward(
         if position_ids is not None and mask.causal:
             layout = _with_positions(position_ids, query.shape[0], mask)
     if layout is not mask.layout:
-        _check_cache(mask, "cu_seq_lens_q" if told else "position_ids", fixed, layout)
+        _check_cache(mask, told, fixed, layout)
     options = {"causal": mask.causal, "window": mask.window, "deterministic": bool(deterministic)}
     asked = Asked(softcap, s_aux, mask.bias, position_bias)
     if asked.anything or mask.block_mask is not None:
@@ -247,12 +247,11 @@ _ONE_SEQUENCE = (
 packed."""
 
 
-def _check_cache(mask: Mask, name: str, fixed: bool, layout: Layout) -> None:
-    """ValueError for packed sequences, which the argument `name` tells of, beside a cache of a fixed size;
-    another one is known to hold them from now on."""
+def _check_cache(mask: Mask, told: bool, fixed: bool, layout: Layout) -> None:
+    """ValueError for packed sequences beside a cache of a fixed size; another one is known to hold them from
+    now on. told: by cu_seq_lens_q and its kin, else by positions."""
     if fixed or caches.is_fixed(mask.cache):
-        raise ValueError(f"{name}: {_ONE_SEQUENCE}")
-    told = name != "position_ids"
+        raise ValueError(f"{'cu_seq_lens_q' if told else 'position_ids'}: {_ONE_SEQUENCE}")
     if layout.cu_seqlens_q.numel() > 2 and (told or values_known(layout.cu_seqlens_q)):
         caches.remember_packed(mask.cache)
 

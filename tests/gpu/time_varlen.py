@@ -194,15 +194,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="begin nothing after so many (default: %(default)s)")  # fmt: skip
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/varlen.json)")
     args = parser.parse_args(argv)
-    dims = [int(d) for d in args.dims.split(",")]
-    if not set(args.tables.split(",")) <= set(TABLES):
+    dims, asked = [int(d) for d in args.dims.split(",")], args.tables.split(",")
+    if not set(asked) <= set(TABLES):
         parser.error(f"--tables: expected some of {', '.join(TABLES)}, got {args.tables}")
     if not set(dims) <= set(HEADS):
         parser.error(f"--dims: expected some of {', '.join(map(str, HEADS))}, got {args.dims}")
     if no_hopper():
         return 2
-    tables_of = args.tables.split(",")
-    wanted = [case for case in cases(dims) if case.table in tables_of and args.calls in case.label]
+    wanted = [case for case in cases(dims) if case.table in asked and args.calls in case.label]
     tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
     header = records.provenance({"rounds": args.rounds, "timed": "median of rounds, cold L2"})
     path, begin, wrong = records.report_path("varlen", header, args.out), time.monotonic(), 0

@@ -232,7 +232,7 @@ def _issue_dq(mem, j, first, WG: gl.constexpr, plan: gl.constexpr):
 @gluon.jit
 def _add_dq(dq_ptr, block, dq, wanted, WG: gl.constexpr, plan: gl.constexpr):
     if plan.persistent and plan.varlen:
-        wanted = block >= 0
+        wanted = block >= 0  # which is -1 before the first step, too
     for i in gl.static_range(len(dq)):
         at = place_of_dq(i, dq[i].shape[1], WG, plan)
         add_sums(dq_ptr, block, dq[i], wanted, at, plan, plan.persistent)

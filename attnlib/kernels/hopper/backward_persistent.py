@@ -33,11 +33,11 @@ before they let them add dQ of that last step.
 
 Who has the number of a tile still has to find its sequence. The producer does, as that of the forward pass
 does (`varlen_tiles`): it counts the blocks of keys once, and goes on from where it found the tile before. It
-tells the others all that a `Tile` is made of, as words, of which the first one is the head, or -1. So there
-are exactly as many tiles as blocks, and consumers wait for no load of lengths between two tiles. The words of
-the first tile come with its Q, too; the warp that adds dQ in bulk does not look at Q, and waits at a named
-barrier, TOLD. It reads the words of tile t before it frees dQ of the first step of t. So the consumers have
-not come to the third step from there on, and the producer does not tell of tile t + 2.
+tells the others six words, from which they make the `Tile`; the first one is the head, or -1. So there are
+exactly as many tiles as blocks, and consumers wait for no load of lengths between two tiles. The words of the
+first tile come with its Q, too; the warp that adds dQ in bulk does not look at Q, and waits at a named
+barrier, TOLD. It reads the words of tile t before it frees dQ of the first step of t. So no consumer has
+released Q of the third step from there on. The producer waits for that before it tells of tile t + 2.
 
 A tile may belong to a sequence of one block of queries, or of none, and has two steps all the same. What lies
 behind the queries of its sequence belongs to another one: Q and dO are zeros there by the bounds of their

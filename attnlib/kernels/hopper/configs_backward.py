@@ -323,7 +323,8 @@ def _crowding_in_order(config: HopperBackwardConfig, kind: BackwardKind) -> floa
 
 
 _IN_TURNS = {"alternate": True}
-_IN_TURNS_64 = {"alternate": True, "bulk": True, "early_mask": True, "half_p": False}
+_IN_TURNS_WHOLE = {"alternate": True, "bulk": True, "half_p": False}
+_IN_TURNS_64 = _IN_TURNS_WHOLE | {"early_mask": True}
 _IN_TURNS_96 = {"alternate": True, "early_mask": True}
 _STAYS = {
     64: ({"bulk": True}, _IN_TURNS_64),
@@ -338,15 +339,13 @@ H200."""
 _STAYS_FLOAT16 = {"alternate": True, "bulk": True}
 """The same of float16 in 64 columns without a mask, whose P takes fewer instructions to unpack."""
 _VARLEN_STAYS = {
-    64: (_STAYS_FLOAT16 | {"half_p": False}, _IN_TURNS_64),
+    64: (_IN_TURNS_WHOLE, _IN_TURNS_64),
     80: ({}, _IN_TURNS),
     96: ({}, _IN_TURNS),
     128: (_IN_TURNS, _IN_TURNS | {"pause_every": 4}),
 }
 """The same of varlen sequences, found on an H200."""
-_IN_ORDER = {
-    64: ({"alternate": True, "bulk": True, "half_p": False}, _IN_TURNS_64), 96: (_IN_TURNS, _IN_TURNS_96),
-}
+_IN_ORDER = {64: (_IN_TURNS_WHOLE, _IN_TURNS_64), 96: (_IN_TURNS, _IN_TURNS_96)}
 """The same where sums have an order, in programs of one tile; found on an H200."""
 _IN_ORDER_STAYS = {64: (None, _IN_TURNS_64), 96: (None, _IN_TURNS_96), 128: (_IN_TURNS, _STAYS[128][1])}
 """And in programs that stay; None: those of one tile are as fast, but see `_stays_in_order`. At D = 128
