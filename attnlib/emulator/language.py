@@ -255,7 +255,9 @@ class Language:
             if dtype.is_floating():
                 return float(collected[0])
             value = int(collected[0])
-            return Int(value - (1 << 32) if dtype == gl.int32 and value >> 31 else value, dtype == gl.int64)
+            if dtype == gl.int32:  # with a sign, as what the assembly says may have none
+                value = (value + (1 << 31)) % (1 << 32) - (1 << 31)
+            return Int(value, dtype == gl.int64)
         return Tensor(torch.from_numpy(collected.reshape(shape)).to(TORCH[dtype]), dtype)
 
 

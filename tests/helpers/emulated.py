@@ -254,6 +254,15 @@ def _sequences(call: Call, out, lse, q, k, v) -> Iterator[tuple]:
         at_q, at_k = at_q + S_q, at_k + S_k
 
 
+def _keys_without_queries(call: Call, *gradients: torch.Tensor) -> Iterator[torch.Tensor]:
+    """dK and dV of each sequence that has no queries, of which `_sequences` knows nothing."""
+    at = 0
+    for S_q, S_k in call.varlen or ():
+        if S_q == 0:
+            yield from (gradient[at : at + S_k] for gradient in gradients)
+        at += S_k
+
+
 def check_backward(call: Call, order: str = "random", seed: int = 0, **where) -> Recorded:
     """AssertionError for a wrong gradient; returns what ran."""
     q, k, v, d_out = call.tensors()
@@ -272,4 +281,6 @@ def check_backward(call: Call, order: str = "random", seed: int = 0, **where) ->
     for (own_d_out, _, *one), (_, _, *found) in zip(inputs, outputs, strict=True):
         for gradient, expected in zip(found, gradient_fp64(own_d_out, *one, **options), strict=True):
             torch.testing.assert_close(gradient.double(), expected, **close)
+    for unseen in _keys_without_queries(call, *gradients[1:]):
+        assert not unseen.any(), "keys of a sequence without queries have gradients"
     return next(kernel for kernel in kernels.values() if kernel.reports)

@@ -345,7 +345,7 @@ TILES = {
     "64 columns, varlen, bulk, a window on both sides": Call(
         64, 2, 2, varlen=((200, 300), (300, 100), (70, 70)), window=(140, 10), causal=False
     ),
-    "64 columns, varlen, bulk, fewer tiles than SMs": Call(64, 1, 1, varlen=((30, 40), (0, 3))),
+    "64 columns, varlen, bulk, a program without a tile": Call(64, 1, 1, varlen=((30, 40), (0, 0), (0, 0))),
     "128 columns, varlen, many sequences": Call(128, 1, 1, varlen=((3, 5),) * 40),
 }
 
