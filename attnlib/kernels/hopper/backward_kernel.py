@@ -293,7 +293,9 @@ def _visit(
     v = held(mem.v, WG, plan)
     if WG * plan.delay > 0:
         _begin_later(n, plan)
-    s, dk, dv, block, m = _steps(dq_ptr, mem, k, v, s, 0, 0, 0, block, gap, n, qk_scale, tile, work, WG, plan)
+    s, dk, dv, block, m = _all_steps(
+        dq_ptr, mem, k, v, s, 0, 0, 0, block, gap, n, qk_scale, tile, work, WG, plan
+    )
 
     await_ds(n - 1, WG)
     dq_token = _issue_dq(mem, n - 1, 0, WG, plan)
@@ -343,7 +345,7 @@ def _visit_tiles(
         first = set_of(t)
         own_k, own_v, s = _begin_tile(mem, s, i, first, WG, plan)
         block, gap = tiling.first_sums(tile, work, plan), tiling.gap(tile, work, plan)
-        s, dk, dv, block, m = _steps(
+        s, dk, dv, block, m = _all_steps(
             dq_ptr, mem, own_k, own_v, s, i, first, before, block, gap, n, qk_scale, tile, work, WG, plan
         )
         before = _before(block, m, 1, before, tile, gap, plan)
@@ -394,9 +396,32 @@ def _begin_tile(mem, s, i, first, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _steps(
+def _all_steps(
     dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work,
     WG: gl.constexpr, plan: gl.constexpr,
+):  # fmt: skip
+    """`_steps`, of a plan with tails alone in code of its own where this consumer's keys all exist: a branch
+    in a step keeps the compiler from mixing what is before it with what is behind."""
+    if plan.tails_alone:
+        if tile.start + WG * 64 + 64 > tile.S_k:
+            s, dk, dv, block, m = _steps(
+                dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work, True, WG, plan
+            )
+        else:
+            s, dk, dv, block, m = _steps(
+                dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work, False, WG, plan
+            )
+    else:
+        s, dk, dv, block, m = _steps(
+            dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work, True, WG, plan
+        )
+    return s, dk, dv, block, m
+
+
+@gluon.jit
+def _steps(
+    dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work,
+    ENDS: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
     """All blocks of queries of a tile, from S of the first one on: (S of the block after, dK, dV, the block
     of sums and the one of queries behind the last).
@@ -421,10 +446,10 @@ def _steps(
         dp_token = issue_scores(v, first + WG, do, j, plan)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         if plan.early_mask:
-            p = gl.exp2(tiling.visible(s * qk_scale - lse, row, m, tile, work, plan))  # [64, BLOCK_M]
+            p = gl.exp2(tiling.visible(s * qk_scale - lse, row, m, tile, work, plan, ENDS))  # [64, BLOCK_M]
         else:
             p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
-            p = tiling.visible(p, row, m, tile, work, plan)
+            p = tiling.visible(p, row, m, tile, work, plan, ENDS)
         p_half = gl.convert_layout(p.to(dtype), plan.p_layout)
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]

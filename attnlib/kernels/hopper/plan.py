@@ -226,6 +226,13 @@ class BackwardPlan(Constants):
         )
     )  # fmt: skip
 
+    # No keys are hidden but those behind the last one.
+    tails_alone = property(
+        lambda self: gl.constexpr(
+            self.mask.tail.value and not (self.mask.causal.value or self.mask.left.value)
+        )
+    )
+
     # That tell of a tile, of a persistent plan, see `backward_persistent`.
     words = property(lambda self: gl.constexpr(6 if self.varlen.value else 1))
 
