@@ -72,6 +72,8 @@ KEYS_96 = 160, 192, PAIR
 OWN_VALUES = "64/128", "128/64"
 KEYS_128 = 64, 80, 96, 128, *OWN_VALUES
 """With 128 keys."""
+WIDE_VALUES = "64/256", "128/256"
+"""With 64, as at 256."""
 SPLIT_SPILLS = {
     (80, "causal"): 6, (96, "causal"): 4, (96, "varlen window"): 6,
 }  # fmt: skip
@@ -147,8 +149,11 @@ SPILLS_OF_VALUES = {
     ("128/64", "turns both sides"): 2, ("128/64", "turns shared causal"): 0,
     ("128/64", "ordered turns causal"): 2, ("128/64", "ordered turns apart causal"): 0,
     ("128/64", "deterministic causal"): 0, ("128/64", "apart causal"): 0, ("128/64", "bulk causal"): 0,
+    **dict.fromkeys(product(WIDE_VALUES, ("causal", "dense", "both sides", "varlen window")), 0),
+    ("64/256", "shared causal"): 0, ("64/256", "deterministic causal"): 0,
+    ("128/256", "deterministic varlen window"): 0, ("128/256", "apart causal"): 0,
 }  # fmt: skip
-"""Words that may spill beside values with other columns, of up to 128."""
+"""Words that may spill beside values with other columns."""
 FIRST = [
     (64, "turns bulk whole causal"), (64, "persistent bulk dense"), (64, "turns bulk whole shared causal"),
     (64, "turns bulk whole varlen window"), (64, "turns bulk late whole varlen dense"), (128, "turns varlen"),
@@ -160,7 +165,7 @@ FIRST = [
     (256, "shared causal"), (256, "deterministic varlen window"), (192, "dense"),
     (192, "shared varlen"), (160, "causal"), (PAIR, "early both sides"),
     ("64/128", "turns causal"), ("128/64", "turns dense"), ("64/128", "varlen window"),
-    ("128/64", "turns shared causal"),
+    ("128/64", "turns shared causal"), ("64/256", "causal"), ("128/256", "dense"),
 ]  # fmt: skip
 """What calls get by themselves, of each width and with each option."""
 CASES = with_more(
@@ -205,13 +210,16 @@ IN_A_STEP |= dict.fromkeys(OWN_VALUES, [28, 28])
 IN_A_STEP |= {256: [8, 24, 24], 192: [34, 40, 40], 160: [34, 36, 36], PAIR: [26, 32, 40]}
 """Products of each consumer in a step, sorted; beyond 128 columns one for dQ, one for dV, one for dK."""
 AROUND = {64: 2 * (4 + 8), 80: 2 * (5 + 12), 96: 2 * (6 + 16), 128: 2 * (8 + 8)}
+IN_A_STEP |= {"64/256": [4, 12, 20], "128/256": [4, 16, 20]}
+AROUND |= {"64/256": 4 + 16, "128/256": 8 + 16}
 AROUND |= {"64/128": 2 * (4 + 8), "128/64": 2 * (8 + 8)}
 AROUND |= {256: 16 + 16, 192: 12 + 12, 160: 10 + 10, PAIR: 12 + 8}
 """Products around the loops: the first S, and dQ of the last block; beyond 128 columns the first S and dP."""
 EX2 = dict.fromkeys(KEYS_128, [32, 32]) | {64: [64, 64]}
-EX2 |= {256: [0, 0, 32]} | dict.fromkeys(KEYS_96, [0, 0, 48])
+EX2 |= dict.fromkeys((256, *WIDE_VALUES), [0, 0, 32]) | dict.fromkeys(KEYS_96, [0, 0, 48])
 """Exponentials of a thread in a step, sorted."""
 ADDITIONS = {64: [8, 8], 80: [6, 6], 96: [6, 6], 128: [8, 8], "64/128": [4, 4], "128/64": [8, 8]}
+ADDITIONS |= {"64/256": [0, 0, 8], "128/256": [0, 0, 16]}
 ADDITIONS |= {256: [0, 0, 32], 192: [0, 0, 24], 160: [0, 0, 20], PAIR: [0, 0, 24]}
 """Of 16 bytes, likewise."""
 ADDED_TOGETHER = {256: [16, 16], 192: [8, 8, 8], PAIR: [8, 8, 8], 160: [8, 8, 4]}
@@ -223,7 +231,7 @@ SPILLS = {
 }
 """32-bit words of a thread that may spill, kind by kind: addresses and counters; the registers are full of
 accumulators."""
-LOADS = dict.fromkeys(OWN_VALUES, 0)
+LOADS = dict.fromkeys((*OWN_VALUES, *WIDE_VALUES), 0)
 LOADS |= {64: 10, 80: 0, 96: 1, 128: 9, 256: 0, 192: 2, 160: 2, PAIR: 0}
 """Loads of such words that the code of a step may have, those in the branch with the mask included."""
 SHARED_LOADS = LOADS | {64: 18, 80: 7, 96: 15}
@@ -314,7 +322,7 @@ def compile_case(case: tuple[int, str, str] | str) -> tuple[Stats, list[bool], s
         of_kind = hopper_backward_config(columns, kind=kind_of(kind))
         config = replace(config, crowding=of_kind.crowding)
     plan = launch_backward.make_plan(columns, config, mask, varlen, shared, config.persistent)
-    module, _, function = launch_backward.kernel_of(config, columns).rpartition(".")
+    module, _, function = launch_backward.kernel_of(config).rpartition(".")
     kernel = getattr(importlib.import_module(module), function)
     types = dict.fromkeys(("dq_ptr", "turns_ptr", SHARED[0], DRAWN[0]), "*fp32")
     types |= {"qk_scale": "fp32", "sm_scale": "fp32"}
@@ -417,7 +425,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     pauses = sum(-(-part // every) for part in parts) if every else 0
     assert paused == [pauses if loop.get("REDG") else 0 for loop in loops]
     two_parts = 2 if width in (80, 96) else 1
-    places = 3 if of_keys else 2 * two_parts
+    places = 3 if of_keys else 1 if width in WIDE_VALUES else 2 * two_parts
     from_registers = 0 if in_bulk else places
     assert changes == [True] * from_registers, "two places add to dQ, or two for each part, or one"
     # The last step of a tile, which reads of the next one, where there is no mask, or lengths differ.

@@ -33,9 +33,9 @@ MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "dense"]
 DIMS = pytest.mark.parametrize("head_dim", [72, 80, 88, 96, 136, 160, 192])
 WIDTHS = pytest.mark.parametrize("head_dim", list(SPLIT))
 PAIRS = pytest.mark.parametrize("pair", list(OWN_VALUES), ids=str)
-NATIVE = [(192, 128), (128, 64), (64, 128)]
+NATIVE = [(192, 128), (128, 64), (64, 128), (64, 256), (128, 256)]
 """Columns of queries and of values that backward kernels are for."""
-FILLED = [(64, 256), (256, 128), (192, 256), (128, 192), (96, 128), (96, 72)]
+FILLED = [(256, 128), (192, 256), (128, 192), (96, 128), (96, 72)]
 """Where copies fill the narrower one up."""
 WIDTHS_BACKWARD = pytest.mark.parametrize("head_dim", list(configs_backward.SPLIT))
 
@@ -237,6 +237,7 @@ def test_random_calls_with_values_of_another_width(number):
         window = tuple(-1 if rng.random() < 0.3 else int(2 ** rng.uniform(0, 10)) - 1 for _ in range(2))
     head_dim, values = rng.choice((
         (192, 128), (192, 128), (160, 120), (128, 64), (64, 128), (64, 256), (48, 112), (64, 96), (80, 64),
+        (128, 256),
     ))  # fmt: skip
     draw = Draw(
         tuple(lengths), varlen, 1 if varlen else rng.choice((1, 2)), rng.choice((1, 2)),

@@ -45,6 +45,8 @@ With a deterministic plan the programs of a head add to a block of sums one afte
 for `granted` before it adds, and arrives at `added`.
 
 Programs that share a key head leave float32 sums of dK and dV, as in `backward_kernel`; then END is not used.
+
+V, dO and dV may have 256 columns beside 64 or 128 of Q, K, dQ and dK (`OwnValuesWidePlan`).
 """
 
 from typing import NamedTuple
@@ -71,13 +73,13 @@ from attnlib.kernels.common.backward_ring import (
     slot_of,
 )
 from attnlib.kernels.common.launch_order import overlap
-from attnlib.kernels.common.memory import barriers
+from attnlib.kernels.common.memory import barriers, room
 from attnlib.kernels.common.named_barrier import named_barrier
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
 from attnlib.kernels.hopper.backward_shared import NUMBERS, Rows, issue_scores, produce
 from attnlib.kernels.hopper.backward_turns import Turns, await_grant, keep_turns, new_turns, tell_added
-from attnlib.kernels.hopper.column_parts import matrices
+from attnlib.kernels.hopper.column_parts import await_parts, matrices
 
 # Of the hardware's 16 barriers Triton uses 0 to 4 here, and 8 to 11 are Q_FREE and DO_FREE. A partition
 # of one warp has none.
@@ -94,7 +96,7 @@ class Memory(NamedTuple):
     """Buffers and barriers in shared memory; the protocol is in the module docstring."""
 
     k: tuple  # [1, 1, 1, 64, d], varlen with one more 1, as the others; tuples of one
-    v: tuple  # [1, 1, 1, 64, d]
+    v: tuple  # [1, 1, 1, 64, d], or columns of their own, as dO
     q: tuple  # [STAGES, 1, 1, block_m, d]
     do: tuple  # [STAGES, 1, 1, block_m, d]
     lse: gl.shared_memory_descriptor  # [STAGES, 1, 1, block_m]
@@ -112,53 +114,74 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def _half(b, HALF: gl.constexpr, plan: gl.constexpr):
-    """Half 0 or 1 of the columns of something in shared memory."""
-    return b[0].slice(HALF * plan.half, plan.half, 1)
+def _part(b, PART: gl.constexpr, COLUMNS: gl.constexpr):
+    """So many columns of something in shared memory."""
+    return b.slice(PART * COLUMNS, COLUMNS, 1)
 
 
 @gluon.jit
-def _issue_update(a_half, b, left, right, plan: gl.constexpr):
-    """Start left, right += P^T dO, or dS^T Q: [64, BLOCK_M] x [BLOCK_M, columns]."""
+def _issue_update(a_half, b, acc, plan: gl.constexpr):
+    """Start acc += P^T dO, or dS^T Q, of each part: [64, BLOCK_M] x [BLOCK_M, columns]."""
     a = gl.convert_layout(a_half, plan.p_layout)
-    left = warpgroup_mma(a, _half(b, 0, plan), left, is_async=True)
-    right = warpgroup_mma(a, _half(b, 1, plan), right, is_async=True)
-    return left, right
+    tokens = ()
+    for i in gl.static_range(len(acc)):
+        tokens = tokens + (warpgroup_mma(a, _part(b[0], i, acc[i].shape[1]), acc[i], is_async=True),)
+    return tokens
 
 
 @gluon.jit
-def _zeros(plan: gl.constexpr):
-    return gl.zeros([64, plan.half], gl.float32, plan.half_layout)
+def _zero_keys(plan: gl.constexpr):
+    """An accumulator of each part of dK."""
+    found = ()
+    for _ in gl.static_range(plan.d // plan.part):
+        found = found + (gl.zeros([64, plan.part], gl.float32, plan.part_layout),)
+    return found
 
 
 @gluon.jit
-def _store(descs, left, right, buffers, tile, work, plan: gl.constexpr):
-    x = matrices(buffers, 0)
-    _half(x, 0, plan).store(left)
-    _half(x, 1, plan).store(right)
+def _zero_values(plan: gl.constexpr):
+    """And of dV."""
+    found = ()
+    for _ in gl.static_range(plan.values // plan.values_part):
+        found = found + (gl.zeros([64, plan.values_part], gl.float32, plan.values_layout),)
+    return found
+
+
+@gluon.jit
+def _rounded(x, factor, dtype: gl.constexpr):
+    found = ()
+    for i in gl.static_range(len(x)):
+        found = found + ((x[i] if factor is None else x[i] * factor).to(dtype),)
+    return found
+
+
+@gluon.jit
+def _store(descs, x, buffer, tile, work, plan: gl.constexpr):
+    """Parts of a gradient, through the buffer of a copy."""
+    whole = buffer.reshape([64, buffer.shape[-1]])
+    for i in gl.static_range(len(x)):
+        _part(whole, i, x[i].shape[1]).store(x[i])
     fence_async_shared()
     place = tiling.coordinates(tiling.keys(tile, work, plan), 0, tile.start)
-    tma.async_copy_shared_to_global(descs[0], place, buffers[0].index(0))
+    tma.async_copy_shared_to_global(descs[0], place, buffer)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _leave(ptr, left, right, AT: gl.constexpr, tile, work, plan: gl.constexpr):
-    """Sums where other programs add to them, of dK from element AT = 0 on, of dV behind them."""
-    sums = tiling.key_sums(ptr, 0, tile, work, plan)
-    leave_sums(sums, left, AT, plan.added, True)
-    leave_sums(sums, right, AT + 64 * left.shape[1], plan.added, True)
+def _room_of_keys(desc_dk, mem, plan: gl.constexpr):
+    """For dK, where V was."""
+    if plan.own_values == 0:
+        return mem.v[0].index(0)
+    else:
+        return room(mem.v[0], 0, desc_dk[0])
 
 
 @gluon.jit
-def _store_zeros(descs, left, right, buffers, AT: gl.constexpr, tile, work, plan: gl.constexpr):
-    """Of keys that no query sees."""
-    if plan.shared:
-        if not plan.added:
-            _leave(descs, left, right, AT, tile, work, plan)
-    else:
-        dtype: gl.constexpr = buffers[0].dtype
-        _store(descs, left.to(dtype), right.to(dtype), buffers, tile, work, plan)
+def _leave(ptr, x, AT: gl.constexpr, tile, work, plan: gl.constexpr):
+    """Sums where other programs add to them, of dK from element AT = 0 on, of dV behind them."""
+    sums = tiling.key_sums(ptr, 0, tile, work, plan)
+    for i in gl.static_range(len(x)):
+        leave_sums(sums, x[i], AT + 64 * x[i].shape[1] * i, plan.added, True)
 
 
 @gluon.jit
@@ -168,7 +191,17 @@ def _values(desc_dv, mem, qk_scale, work, plan: gl.constexpr):
     if tiling.seen(tile, plan):
         _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan)
     else:
-        _store_zeros(desc_dv, _zeros(plan), _zeros(plan), mem.do, 64 * plan.width, tile, work, plan)
+        _leave_no_values(desc_dv, mem, tile, work, plan)
+
+
+@gluon.jit
+def _leave_no_values(desc_dv, mem, tile, work, plan: gl.constexpr):
+    """Zeros for dV of keys that no query sees."""
+    if not plan.shared:
+        zeros = _rounded(_zero_values(plan), None, mem.do[0].dtype)
+        _store(desc_dv, zeros, mem.do[0].index(0), tile, work, plan)
+    elif not plan.added:
+        _leave(desc_dv, _zero_values(plan), 64 * plan.width, tile, work, plan)
 
 
 @gluon.jit
@@ -181,7 +214,7 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
     k = Rows(mem.k, ())
     mbarrier.wait(mem.q_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=(issue_scores(k, None, matrices(mem.q, 0), 0, plan),))
-    dv_left, dv_right = _zeros(plan), _zeros(plan)
+    dv = _zero_values(plan)
     for j in range(n):
         slot = slot_of(j)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
@@ -197,10 +230,10 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
         # dV, then S of the block after.
         mbarrier.wait(mem.do_full.index(slot), parity_of(j))
         do = matrices(mem.do, slot)  # [BLOCK_M, D]
-        tokens = _issue_update(p_half, do, dv_left, dv_right, plan)
+        tokens = _issue_update(p_half, do, dv, plan)
         fence_async_shared()  # between the load of LSE and the copy that overwrites it
         release(Q_FREE, j)
-        dv_left, dv_right = warpgroup_mma_wait(0, deps=tokens)
+        dv = await_parts(tokens, 0)
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.q_full.index(next_slot), parity_of(j + 1))
@@ -212,10 +245,10 @@ def _visit_for_values(desc_dv, mem, qk_scale, tile, work, plan: gl.constexpr):
             m = tile.m_start
 
     if plan.shared:
-        _leave(desc_dv, dv_left, dv_right, 64 * plan.width, tile, work, plan)
+        _leave(desc_dv, dv, 64 * plan.width, tile, work, plan)
     else:
         named_barrier("sync", END, 256)
-        _store(desc_dv, dv_left.to(dtype), dv_right.to(dtype), mem.do, tile, work, plan)
+        _store(desc_dv, _rounded(dv, None, dtype), mem.do[0].index(0), tile, work, plan)
 
 
 @gluon.jit
@@ -225,7 +258,17 @@ def _keys(desc_dk, mem, sm_scale, work, plan: gl.constexpr):
     if tiling.seen(tile, plan):
         _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan)
     else:
-        _store_zeros(desc_dk, _zeros(plan), _zeros(plan), mem.v, 0, tile, work, plan)
+        _leave_no_keys(desc_dk, mem, tile, work, plan)
+
+
+@gluon.jit
+def _leave_no_keys(desc_dk, mem, tile, work, plan: gl.constexpr):
+    """Zeros for dK of keys that no query sees."""
+    if not plan.shared:
+        zeros = _rounded(_zero_keys(plan), None, mem.v[0].dtype)
+        _store(desc_dk, zeros, _room_of_keys(desc_dk, mem, plan), tile, work, plan)
+    elif not plan.added:
+        _leave(desc_dk, _zero_keys(plan), 0, tile, work, plan)
 
 
 @gluon.jit
@@ -237,7 +280,7 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
     v = Rows(mem.v, ())
     mbarrier.wait(mem.do_full.index(0), 0)
     dp = warpgroup_mma_wait(0, deps=(issue_scores(v, None, matrices(mem.do, 0), 0, plan),))
-    dk_left, dk_right = _zeros(plan), _zeros(plan)
+    dk = _zero_keys(plan)
     for j in range(n):
         slot = slot_of(j)
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
@@ -248,14 +291,14 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
         # dK, then dP of the block after.
         mbarrier.wait(mem.q_full.index(slot), parity_of(j))
         q = matrices(mem.q, slot)  # [BLOCK_M, D]
-        tokens = _issue_update(ds_half, q, dk_left, dk_right, plan)
+        tokens = _issue_update(ds_half, q, dk, plan)
         if j >= STAGES:
             named_barrier("sync", DS_FREE + slot, 256)
         mem.ds.index(slot).store(ds_half)
         fence_async_shared()
         named_barrier("arrive", DS_FULL + slot, 256)
         release(DO_FREE, j)
-        dk_left, dk_right = warpgroup_mma_wait(0, deps=tokens)
+        dk = await_parts(tokens, 0)
         next_slot = slot_of(j + 1)
         if j + 1 < n:
             mbarrier.wait(mem.do_full.index(next_slot), parity_of(j + 1))
@@ -264,12 +307,11 @@ def _visit_for_keys(desc_dk, mem, sm_scale, tile, work, plan: gl.constexpr):
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]
 
     if plan.shared:
-        _leave(desc_dk, dk_left, dk_right, 0, tile, work, plan)
+        _leave(desc_dk, dk, 0, tile, work, plan)
     else:
         named_barrier("arrive", END, 256)
-        dk_left = (dk_left * sm_scale).to(dtype)
-        dk_right = (dk_right * sm_scale).to(dtype)
-        _store(desc_dk, dk_left, dk_right, mem.v, tile, work, plan)
+        dk = _rounded(dk, sm_scale, dtype)
+        _store(desc_dk, dk, _room_of_keys(desc_dk, mem, plan), tile, work, plan)
 
 
 @gluon.jit
@@ -291,18 +333,20 @@ def _visit_for_queries(dq_ptr, mem, tile, work, plan: gl.constexpr):
         slot = slot_of(j)
         named_barrier("sync", DS_FULL + slot, 256)
         ds = mem.ds.index(slot).permute((1, 0))  # [BLOCK_M, 64]
-        for half in gl.static_range(2):
-            k = _half(matrices(mem.k, opaque_zero(j)), half, plan)
-            dq = warpgroup_mma(ds, k, _zeros(plan), use_acc=False, is_async=True)
-            dq = warpgroup_mma_wait(0, deps=(dq,))  # [BLOCK_M, half of the columns]
+        parts: gl.constexpr = plan.d // plan.part
+        for part in gl.static_range(parts):
+            k = _part(matrices(mem.k, opaque_zero(j))[0], part, plan.part)
+            zero = gl.zeros([64, plan.part], gl.float32, plan.part_layout)
+            dq = warpgroup_mma(ds, k, zero, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq,))  # [BLOCK_M, columns of a part]
             if plan.deterministic:
-                if half == 0:
+                if part == 0:
                     await_grant(mem.turns, j)
-            if half == 1:
+            if part == parts - 1:
                 named_barrier("arrive", DS_FREE + slot, 256)
             # The condition is always true, which the compiler does not know. Without a branch around the
             # additions it starts the next product before them, and there are no registers for both.
-            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, half * 64 * plan.half, plan, True)
+            add_sums(dq_ptr, block, dq, opaque_zero(j) == 0, part * 64 * plan.part, plan, True)
         if plan.deterministic:
             tell_added(mem.turns, j)
         block += 1

@@ -140,11 +140,12 @@ class SplitBackwardConfig(HopperBackwardConfig):
 
 @dataclass(frozen=True)
 class OwnValuesBackwardConfig(HopperBackwardConfig):
-    """The same for up to 128 columns, of which values have others than queries and keys.
+    """The same for values with other columns than queries and keys: with 128 keys a program 128 beside 64 or
+    64 beside 128, with 64 keys, in the wide kernel, 256 beside 64 or 128.
 
     Attributes:
-        query_columns: of a tile of queries and keys, 64 or 128.
-        value_columns: of a tile of values, 128 or 64.
+        query_columns: of a tile of queries and keys.
+        value_columns: of a tile of values.
     """
 
     query_columns: int = field(kw_only=True)
@@ -152,10 +153,10 @@ class OwnValuesBackwardConfig(HopperBackwardConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        columns = self.query_columns, self.value_columns
-        if columns not in ((64, 128), (128, 64)):
-            both = "query_columns, value_columns"
-            raise ValueError(f"{both}: expected 64 and 128 or 128 and 64, got {columns}")
+        columns, few = (self.query_columns, self.value_columns), self.block_n == 64
+        if columns not in (((64, 256), (128, 256)) if few else ((64, 128), (128, 64))):
+            both = "64 or 128 and 256" if few else "64 and 128 or 128 and 64"
+            raise ValueError(f"query_columns, value_columns: expected {both}, got {columns}")
         if self.block_m != 64:  # no registers
             raise ValueError(
                 f"block_m: expected 64 with value_columns={self.value_columns}, got {self.block_m}"
@@ -379,11 +380,13 @@ def backward_config(
         config = keys96_config(kind, value_columns=128)
         return _in_order(config, kind) if deterministic else _in_sections(config, kind)
     widths = tile_width(head_dim), tile_width(value_dim)
-    if {*widths} == {64, 128}:  # All else as 128 columns have it: of eight forms of 64/128 none was faster.
-        config = hopper_backward_config(128, deterministic, stays, kind)
-        columns = dict(zip(WIDTHS, widths, strict=True))
-        return OwnValuesBackwardConfig(**vars(config), **columns)
-    return hopper_backward_config(max(head_dim, value_dim), deterministic, stays, kind)
+    wide = widths == (64, 256) or (widths == (128, 256) and value_dim > 192)
+    if not wide and {*widths} != {64, 128}:
+        return hopper_backward_config(max(head_dim, value_dim), deterministic, stays, kind)
+    # All else as the wider one has it: of eight forms of 64/128 none was faster.
+    config = hopper_backward_config(max(widths), deterministic, stays, kind)
+    columns = dict(zip(WIDTHS, widths, strict=True))
+    return OwnValuesBackwardConfig(**vars(config), **columns)
 
 
 def hopper_backward_config(

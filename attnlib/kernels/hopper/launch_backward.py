@@ -56,10 +56,11 @@ def prepare(call: Signature) -> BackwardPlan | None:
     dq, dk, dv = gradients_like(call)
     B, H, H_kv, S_q, S_k = call.dimensions()
     config: HopperBackwardConfig = call.config
-    width, _ = config.widths(call.head_dim, call.value_dim)
-    keys = 96 if isinstance(config, Keys96BackwardConfig) else 64 if width > 128 else 128
+    width, values = config.widths(call.head_dim, call.value_dim)
+    widest = max(width, values)
+    keys = 96 if isinstance(config, Keys96BackwardConfig) else 64 if widest > 128 else 128
     if config.block_n != keys:
-        raise ValueError(f"block_n: expected {keys} for {width} columns, got {config.block_n}")
+        raise ValueError(f"block_n: expected {keys} for {widest} columns, got {config.block_n}")
     first = preprocess(call, d_out, out, config.block_m, width, turns=config.deterministic)
     heads, padded = first.heads, first.padded
     left, right = call.window.clipped(S_q, S_k)
@@ -89,7 +90,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
     mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
     mask["tail"] = right != 0 and (call.varlen or S_k % config.block_n != 0)
     launch = Launch(
-        kernel_of(config, width),
+        kernel_of(config),
         (programs, 1, 1),
         descriptors=descriptors((q, k, v, d_out, *made), first, width, call),
         pointers={
@@ -128,10 +129,8 @@ def prepare(call: Signature) -> BackwardPlan | None:
     return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
 
 
-def kernel_of(config: HopperBackwardConfig, width: int) -> str:
-    if isinstance(config, Keys96BackwardConfig):
-        return KEYS_96_KERNEL
-    return WIDE_KERNEL if width > 128 else KERNEL
+def kernel_of(config: HopperBackwardConfig) -> str:
+    return {64: WIDE_KERNEL, 96: KEYS_96_KERNEL, 128: KERNEL}[config.block_n]
 
 
 def make_plan(
@@ -149,6 +148,7 @@ def make_plan(
         BackwardPlan,
         Keys96BackwardPlan,
         OwnValuesBackwardPlan,
+        OwnValuesWidePlan,
         SplitBackwardPlan,
         WideBackwardPlan,
     )
@@ -161,9 +161,14 @@ def make_plan(
         return Keys96BackwardPlan(config.block_m, *how, config.deterministic)
     parts = {"shared": shared, "added": shared and config.added}
     parts |= {"early_mask": config.early_mask, "pause_every": config.pause_every}
-    if width > 128:
+    own = isinstance(config, OwnValuesBackwardConfig)
+    if own:
+        parts["own_values"] = config.value_columns
+    if config.block_n == 64:
         registers = WideRegisters(*kept, config.dq_registers)
         how = config.block_m, varlen, BackwardMask(**mask), registers, config.deterministic
+        if own:
+            return OwnValuesWidePlan(width, *how, **parts)
         return WideBackwardPlan(width, *how, **parts)
     how = config.block_m, config.half_p, config.stagger, varlen, BackwardMask(**mask), Registers(*kept)
     how += config.deterministic, config.alternate
@@ -171,8 +176,8 @@ def make_plan(
     if config.columns:
         left, right = config.columns
         return SplitBackwardPlan(left, *how, **parts, right=right, held=config.held)
-    if isinstance(config, OwnValuesBackwardConfig):
-        return OwnValuesBackwardPlan(width, *how, **parts, own_values=config.value_columns)
+    if own:
+        return OwnValuesBackwardPlan(width, *how, **parts)
     return BackwardPlan(width, *how, **parts)
 
 
@@ -202,7 +207,7 @@ def descriptors(
             block = (*ones, size, columns)
             window = columns_of(whole, start, columns) if config.columns else whole
             layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
-            if name == "k" and width <= 128 and config.block_m == 64 and columns > 16:
+            if name == "k" and config.block_n == 128 and config.block_m == 64 and columns > 16:
                 # Each consumer reads half of these columns for dQ: a swizzle does not reach beyond them.
                 layout = gl.NVMMASharedLayout(columns, 16, len(block))
             tensor = Part("d_out" if name == "do" else name, start)

@@ -321,19 +321,35 @@ class WideBackwardPlan(Constants):
     sparse = property(lambda self: gl.constexpr(self.mask.left.value or self.varlen.value))
     backwards = property(lambda self: gl.constexpr(self.deterministic.value and self.mask.causal.value))
 
-    # dK, dV and dQ are formed in two halves of their columns. ptxas refuses a product of 256 columns: it
+    # dK, dV and dQ are formed in parts of at most 128 columns. ptxas refuses a product of 256 columns: it
     # wants its registers to be there before they are shared out anew (C7602).
-    half = property(lambda self: gl.constexpr(self.d.value // 2))
-    width = property(lambda self: self.d)
-    sums_width = property(lambda self: gl.constexpr(2 * self.d.value))  # of sums of dK and dV
+    part = property(lambda self: gl.constexpr(min(self.d.value, 128)))  # of dK and dQ
+    values_part = property(lambda self: gl.constexpr(min(self.values.value, 128)))
+    width = values = property(lambda self: self.d)
+    own_values = gl.constexpr(0)  # columns of values, where queries and keys have others
+    sums_width = property(lambda self: gl.constexpr(self.d.value + self.values.value))  # of dK and dV
     held = gl.constexpr(0)
     few, step, consumers = gl.constexpr(False), gl.constexpr(0), gl.constexpr(2)  # as in `BackwardPlan`
 
-    # Accumulators: of S^T and dP^T [64, block_m], of the halves of dK, dV and dQ.
+    # Accumulators: of S^T and dP^T [64, block_m], of the parts of dK and dQ, and of dV.
     s_layout = property(lambda self: accumulator(self.block_m.value))
-    half_layout = property(lambda self: accumulator(self.half.value))
+    part_layout = property(lambda self: accumulator(self.part.value))
+    values_layout = property(lambda self: accumulator(self.values_part.value))
     # P^T and dS^T as first operands of a product, in registers.
-    p_layout = property(lambda self: first_operand(self.half_layout))
+    p_layout = property(lambda self: first_operand(self.values_layout))
+
+
+@dataclass(frozen=True)
+class OwnValuesWidePlan(WideBackwardPlan):
+    """The same for values with more columns than queries and keys, which have `d`: 64 or 128.
+
+    Attributes:
+        own_values: columns of a tile of values: 256.
+    """
+
+    own_values: int = field(kw_only=True)
+
+    values = property(lambda self: self.own_values)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class Launched(NamedTuple):
         if self.left is not None and self.right is not None:
             rows = min(rows, self.left + self.right + config.block_n)
         counted = visited if config.whole_groups else 1
-        return Heads(self.heads * share, work, 8 * rows * counted * self.width, visited // counted)
+        return Heads(self.heads * share, work, self._row_bytes * rows * counted, visited // counted)
 
     def clocks(self, visited: int) -> float:
         """From the first program to the last gradient, where a program visits so many of the group's query
@@ -82,6 +82,11 @@ class Launched(NamedTuple):
         if share > 1:  # set to 0, added to, read
             total += 2 * self._sums * self._blocks * self.heads / (MEMORY_BYTES * SMS) + LAUNCH
         return total
+
+    @property
+    def _row_bytes(self) -> int:
+        """Of Q, the sums of dQ and dO, each of which a program reads or adds to for a query."""
+        return max(8 * self.width, 6 * self.width + 2 * self.values)
 
     @property
     def _blocks(self) -> int:

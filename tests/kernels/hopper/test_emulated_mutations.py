@@ -225,6 +225,7 @@ def without(line: str, before: str = "", after: str = "") -> tuple[str, str]:
 LANDING = r"Race: .* touches \S+: a copy writes it, which was not waited for"
 STORED = r"Race: .* touches \S+: .* has stored to it, which was not waited for"
 OVERWRITTEN = r"Race: .* overwrites \S+: .* has not said that it read"
+LAST_PART = "            if part == parts - 1:\n"
 READING = r"Race: .* overwrites \S+ while a product or copy out reads it"
 TAKEN = f"{LANDING}|{OVERWRITTEN}|{READING}"  # memory is used before it is there, or after it was given back
 COUNT = r"Race: \w+\[\d\]: \d arrivals in a phase of \d"
@@ -574,7 +575,7 @@ MUTATIONS = [
          without("        release(Q_FREE, j)\n", "", "        dp = warp")),
     wide("dO is released before dV is done", f"{OVERWRITTEN}|{READING}",
          without("        release(DO_FREE, j)\n", "", "        s = warp"),
-         ("        dv_left, dv_right = w", "        release(DO_FREE, j)\n        dv_left, dv_right = w")),
+         ("        dv = await", "        release(DO_FREE, j)\n        dv = await")),
     wide("P is not waited for", f"{STORED}|{OVERWRITTEN}",
          without('        named_barrier("sync", P_FULL + slot, 256)\n'),
          without('        named_barrier("arrive", P_FULL + slot, 256)\n')),
@@ -587,10 +588,10 @@ MUTATIONS = [
     wide("dS is written without asking", f"{OVERWRITTEN}|{READING}|{TWICE}",
          ('named_barrier("sync", DS_FREE + slot, 256)', "pass")),
     wide("dS is released before dQ is done", f"{OVERWRITTEN}|{READING}",
-         without('            if half == 1:\n                named_barrier("arrive", DS_FREE + slot, 256)\n',
+         without(f'{LAST_PART}                named_barrier("arrive", DS_FREE + slot, 256)\n',
                  "", "            # The condition"),
          ("            dq = warpgroup_mma_wait(0, deps=(dq,))",
-          '            if half == 1:\n                named_barrier("arrive", DS_FREE + slot, 256)\n'
+          f'{LAST_PART}                named_barrier("arrive", DS_FREE + slot, 256)\n'
           "            dq = warpgroup_mma_wait(0, deps=(dq,))")),
     wide("dS is not told", DEADLOCK,
          ('        named_barrier("arrive", DS_FULL + slot, 256)\n',
@@ -602,14 +603,14 @@ MUTATIONS = [
     wide("LSE is loaded and not fenced before Q is given back", LOADED.format("lse"),
          ("fence_async_shared()  # between the load of LSE", "pass  # between the load of LSE")),
     wide("dK and dV are not fenced", UNFENCED.format(r"(v|do)"),
-         without("    fence_async_shared()\n", ".store(right)\n")),
+         without("    fence_async_shared()\n", ".store(x[i])\n")),
     wide("dK and dV are not waited for", "Race: .* ends and has not waited for its copies out",
-         without("    tma.store_wait(0)\n", ".index(0))\n")),
+         without("    tma.store_wait(0)\n", "place, buffer)\n")),
     wide("V is not waited for", TAKEN, without("    mbarrier.wait(mem.v_full, 0)\n")),
     wide("the second half of dV is that of the first columns", "AssertionError",
-         ("warpgroup_mma(a, _half(b, 1, plan), right", "warpgroup_mma(a, _half(b, 0, plan), right")),
+         ("_part(b[0], i, acc[i].shape[1])", "_part(b[0], 0, acc[i].shape[1])")),
     wide("the second half of dQ is added where the first one is", "AssertionError",
-         ("half * 64 * plan.half", "0 * plan.half")),
+         ("part * 64 * plan.part", "0 * plan.part")),
     shared("of 96 keys: Q is filled without asking", f"{TAKEN}|{COUNT}|{TWICE}",
            without("        acquire(Q_FREE, j, plan.consumers)\n"), call="96 keys"),
     shared("of 96 keys: the bytes of 32 are not expected", f"{TAKEN}|{DEADLOCK}|{COUNT}",
@@ -722,9 +723,9 @@ MUTATIONS = [
             ("            leave(sums, column_parts.zeros(plan.d_layout, plan), 0, plan)\n", ""),
             call="unseen, apart"),
     wide("the right half of the sums is where the left one is", "AssertionError",
-         ("AT + 64 * left.shape[1]", "AT"), call="256, shared"),
+         ("AT + 64 * x[i].shape[1] * i", "AT"), call="256, shared"),
     wide("the sums of dV are where those of dK are", "AssertionError",
-         ("_leave(desc_dv, dv_left, dv_right, 64 * plan.width", "_leave(desc_dv, dv_left, dv_right, 0"),
+         ("_leave(desc_dv, dv, 64 * plan.width", "_leave(desc_dv, dv, 0"),
          call="256, shared"),
     backward("a consumer adds before its turn", PHASES,
              without("            if plan.granted:\n                await_grant(mem.turns, i - 1)\n"),
@@ -786,7 +787,7 @@ MUTATIONS = [
          ("            mbarrier.arrive(mem.turns.told, count=1)\n", "            pass\n"),
          call="in order, stays"),
     wide("an addition before its turn", PHASES,
-         without("            if plan.deterministic:\n                if half == 0:\n"
+         without("            if plan.deterministic:\n                if part == 0:\n"
                  "                    await_grant(mem.turns, j)\n"),
          call="256, in order"),
     wide("the additions are not told", PHASES,

@@ -1,5 +1,5 @@
-"""The Hopper backward pass of values with columns of their own: which widths have a kernel, and the kernel of
-64 and 128 columns, in the emulator."""
+"""The Hopper backward pass of values with columns of their own: which widths have a kernel, and the kernels
+of 64 and 128 columns and of 256 beside fewer, in the emulator."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ pytestmark = INTERPRETER_REMARKS
 
 
 def test_widths_of_a_tile() -> None:
-    """64 and 128 as they are; 192 beside 128; else as many of both as the wider one has, in parts only where
-    neither ends before the second part begins."""
+    """64 and 128 as they are; 192 beside 128; 256 for values; else as many of both as the wider one has, in
+    parts only where neither ends before the second part begins."""
     for D, D_v in product(range(8, 257, 8), repeat=2):
         for how in ({}, {"deterministic": True}, {"kind": BackwardKind(varlen=True)}, {"stays": True}):
             config = backward_config(D, D_v, **how)
@@ -41,6 +41,8 @@ def test_widths_of_a_tile() -> None:
             elif max(D, D_v) <= 128 and tile_width(D) != tile_width(D_v):
                 assert found == (tile_width(D), tile_width(D_v))
                 assert isinstance(config, OwnValuesBackwardConfig)
+            elif (D <= 64 and D_v > 128) or (64 < D <= 128 and D_v > 192):
+                assert found == (tile_width(D), 256)
             else:
                 assert found == (hopper_backward_config(max(D, D_v), **how).width(max(D, D_v)),) * 2
                 assert not config.columns or min(D, D_v) > config.columns[0]
@@ -55,6 +57,7 @@ def test_what_is_not_told_of_the_columns_is_that_of_128() -> None:
 
 REFUSED = {
     "query_columns, value_columns: expected 64 and 128 or 128 and 64, got .64, 64.": {"value_columns": 64},
+    "query_columns, value_columns: expected 64 or 128 and 256, got .64, 128.": {"block_n": 64},
     "block_m: expected 64 with value_columns=128, got 128": {"block_m": 128},
     "bulk: expected False with persistent=True and query_columns=128, got True": {
         "query_columns": 128, "value_columns": 64, "bulk": True, "persistent": True,
@@ -104,15 +107,26 @@ CALLS = {
     "128 and 64, varlen, dense": Call(128, 1, 1, varlen=((40, 170), (150, 70)), causal=False, D_v=64),
     "128 and 64, varlen, a window": Call(128, 1, 1, varlen=((140, 170), (200, 90)), window=(50, -1), D_v=64),
 }
+WIDE = {
+    "64 and 256": Call(64, 2, 2, 150, 200, D_v=256),
+    "64 and 256, dense, batches, grouped heads": Call(64, 4, 2, 70, 90, False, B=2, D_v=256),
+    "40 and 136, a window": Call(40, 1, 1, 150, 300, window=(60, 20), dtype=torch.bfloat16, D_v=136),
+    "64 and 256, keys that nobody sees": Call(64, 1, 1, 60, 200, window=(30, -1), D_v=256),
+    "64 and 256, one row, one key": Call(64, 1, 1, 1, 1, D_v=256),
+    "64 and 256, varlen": Call(64, 2, 1, varlen=((40, 70), (0, 5), (150, 90)), D_v=256),
+    "128 and 256, rows that see nothing": Call(128, 1, 1, 200, 70, D_v=256),
+    "112 and 200, dense": Call(112, 1, 1, 70, 150, causal=False, sm_scale=-0.1, D_v=200),
+    "128 and 256, varlen, a window": Call(128, 1, 1, varlen=((140, 170), (60, 90)), window=(50, -1), D_v=256),
+}
 FILLED = {
-    "64 and 256": Call(64, 2, 1, 70, 100, D_v=256),
+    "256 and 128": Call(256, 2, 1, 70, 100, D_v=128),
     "256 and 64, varlen": Call(256, 1, 1, varlen=((40, 70), (70, 70)), D_v=64),
     "192 and 40": Call(192, 2, 1, 70, 100, D_v=40),
-    "40 and 160, dense": Call(40, 1, 1, 63, 70, causal=False, D_v=160),
+    "72 and 160, dense": Call(72, 1, 1, 63, 70, causal=False, D_v=160),
     "96 and 72 in two parts": Call(96, 2, 1, 70, 100, D_v=72),
     "80 and 128": Call(80, 2, 1, 70, 100, D_v=128),
     "16 and 64": Call(16, 2, 1, 70, 100, D_v=64),
-    "40 and 200, programs share a key head": Call(40, 2, 1, 70, 90, D_v=200),
+    "200 and 40, programs share a key head": Call(200, 2, 1, 70, 90, D_v=40),
 }
 """The narrower ones are filled up by the copies."""
 SMS = {"eager": 1, "late": 3, "random": 2}
@@ -130,9 +144,9 @@ def check(call: Call, order: str, **changes) -> None:
     assert kernel.reports[-1].unwaited == ()
 
 
-@pytest.mark.parametrize(("name", "order"), in_turn(CALLS, ORDERS))
+@pytest.mark.parametrize(("name", "order"), in_turn(CALLS | WIDE, ORDERS))
 def test_gradients(name: str, order: str) -> None:
-    call = CALLS[name]
+    call = (CALLS | WIDE)[name]
     check(call, order, visited=call.H // call.H_kv)
 
 
@@ -142,9 +156,10 @@ def test_narrower_tensors_are_filled_up_by_copies(name: str) -> None:
 
 
 BATCHES = [name for name, call in CALLS.items() if not call.varlen]
+STAYING = with_more(in_turn(BATCHES[::2], ORDERS), in_turn(BATCHES, ORDERS))
 
 
-@pytest.mark.parametrize(("name", "order"), in_turn(BATCHES, ORDERS))
+@pytest.mark.parametrize(("name", "order"), STAYING)
 def test_programs_that_stay_on_their_sm(name: str, order: str) -> None:
     call, turns = CALLS[name], {"alternate": True, "pause_every": 4, "early_mask": True}
     check(call, order, persistent=True, visited=call.H // call.H_kv, **(turns if order != "eager" else {}))
@@ -168,6 +183,8 @@ SHARED = {
     "128 and 64, dense, batches": Call(128, 4, 1, 70, 200, False, B=2, D_v=64),
     "40 and 128, keys that nobody sees": Call(40, 2, 1, 100, 400, window=(30, -1), D_v=128),
     "128 and 64, varlen": Call(128, 2, 1, varlen=((40, 170), (150, 70)), D_v=64),
+    "64 and 256, keys that nobody sees": Call(64, 2, 1, 60, 200, window=(30, -1), D_v=256),
+    "128 and 256": Call(128, 4, 2, 70, 100, D_v=256),
 }
 
 
@@ -176,7 +193,7 @@ SHARED = {
 def test_programs_share_a_key_head(name: str, order: str, added: bool) -> None:
     call = SHARED[name]
     check(call, order, visited=1, added=added)
-    if not call.varlen and call.window is None:
+    if not call.varlen and call.window is None and call.D_v <= 128:
         check(call, order, visited=1, added=added, persistent=True)
 
 
@@ -185,13 +202,19 @@ IN_ORDER = {
     "128 and 64, dense": Call(128, 1, 1, 150, 300, causal=False, D_v=64),
     "128 and 64, varlen": Call(128, 2, 1, varlen=((40, 170), (0, 50), (150, 90)), D_v=64),
     "64 and 128, a window": Call(64, 1, 1, 150, 400, causal=False, window=(60, 20), D_v=128),
+    "64 and 256": Call(64, 2, 1, 100, 200, D_v=256),
+    "128 and 256, dense": Call(128, 1, 1, 70, 150, causal=False, D_v=256),
 }
 STAYS = [
-    (name, stays) for name, stays in product(IN_ORDER, (False, True)) if not (stays and IN_ORDER[name].varlen)
-]
+    (name, stays) for name, stays in product(IN_ORDER, (False, True))
+    if not (stays and (IN_ORDER[name].varlen or IN_ORDER[name].D_v > 128))
+]  # fmt: skip
+STAYS_FIRST = [
+    ("64 and 128", True), ("128 and 64, dense", True), ("128 and 64, varlen", False), ("64 and 256", False)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "stays"), with_more(STAYS[:4], STAYS), ids=str)
+@pytest.mark.parametrize(("name", "stays"), with_more(STAYS_FIRST, STAYS), ids=str)
 def test_the_same_bits_in_every_order(name: str, stays: bool) -> None:
     call = replace(IN_ORDER[name], deterministic=True)
     apart = {"visited": 1, "added": False} if call.H > call.H_kv and stays else {}
