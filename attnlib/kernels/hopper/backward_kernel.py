@@ -400,20 +400,19 @@ def _all_steps(
     dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work,
     WG: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
-    """`_steps`, of a plan with tails alone in code of its own where this consumer's keys all exist: a branch
-    in a step keeps the compiler from mixing what is before it with what is behind."""
-    if plan.tails_alone:
-        if tile.start + WG * 64 + 64 > tile.S_k:
-            s, dk, dv, block, m = _steps(
-                dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work, True, WG, plan
-            )
-        else:
-            s, dk, dv, block, m = _steps(
-                dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work, False, WG, plan
-            )
-    else:
+    """`_steps`, of a plan with its tail apart in code of its own where this consumer's keys all exist."""
+    whole = tile.start + WG * 64 + 64 <= tile.S_k
+    if not plan.tail_apart:
+        s, dk, dv, block, m = _steps(
+            dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work, False, WG, plan
+        )
+    elif whole:
         s, dk, dv, block, m = _steps(
             dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work, True, WG, plan
+        )
+    else:
+        s, dk, dv, block, m = _steps(
+            dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work, False, WG, plan
         )
     return s, dk, dv, block, m
 
@@ -421,7 +420,7 @@ def _all_steps(
 @gluon.jit
 def _steps(
     dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work,
-    ENDS: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr,
+    WHOLE: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
     """All blocks of queries of a tile, from S of the first one on: (S of the block after, dK, dV, the block
     of sums and the one of queries behind the last).
@@ -446,10 +445,10 @@ def _steps(
         dp_token = issue_scores(v, first + WG, do, j, plan)
         lse = mem.lse.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         if plan.early_mask:
-            p = gl.exp2(tiling.visible(s * qk_scale - lse, row, m, tile, work, plan, ENDS))  # [64, BLOCK_M]
+            p = gl.exp2(tiling.visible(s * qk_scale - lse, row, m, tile, work, plan, WHOLE))  # [64, BLOCK_M]
         else:
             p = gl.exp2(s * qk_scale - lse)  # [64, BLOCK_M]
-            p = tiling.visible(p, row, m, tile, work, plan, ENDS)
+            p = tiling.visible(p, row, m, tile, work, plan, WHOLE)
         p_half = gl.convert_layout(p.to(dtype), plan.p_layout)
         delta = mem.delta.index(slot).reshape([1, plan.block_m]).load(plan.s_layout)  # [1, BLOCK_M]
         dp = warpgroup_mma_wait(0, deps=(dp_token,))  # [64, BLOCK_M]

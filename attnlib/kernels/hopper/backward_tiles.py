@@ -348,7 +348,7 @@ def gap(tile, work, plan: gl.constexpr):
 
 
 @gluon.jit
-def visible(p, row, m, tile, work, plan: gl.constexpr, ENDS: gl.constexpr = True):
+def visible(p, row, m, tile, work, plan: gl.constexpr, WHOLE: gl.constexpr = False):
     """P^T [64, BLOCK_M] of the keys from `row` on and the queries of block m, 0 where a query does not see a
     key; of a plan with an early mask its logarithm, -inf there."""
     if plan.mask.causal or plan.mask.left:
@@ -367,8 +367,9 @@ def visible(p, row, m, tile, work, plan: gl.constexpr, ENDS: gl.constexpr = True
             hides = hides | (row + 64 > tile.S_k)
         if hides:
             p = _mask(p, first, last, tile.S_k - row, plan)
-    elif plan.mask.tail and ENDS:
-        p = _mask(p, 0, 0, tile.S_k - row, plan)
+    elif plan.mask.tail and not WHOLE:
+        if row + 64 > tile.S_k:
+            p = _mask(p, 0, 0, tile.S_k - row, plan)
     return p
 
 

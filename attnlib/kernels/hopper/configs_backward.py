@@ -33,6 +33,8 @@ class HopperBackwardConfig:
         early_mask: P is masked before its exponentials, not after.
         pause_every: a warpgroup that adds dQ from its registers pauses after so many additions of each
             thread, see `backward_ring.add_sums`; 0: never. Not with `bulk`.
+        tail_apart: where no keys are hidden but those behind the last one, a consumer whose keys all exist has
+            code of its own, in which no step looks for them. Up to 128 columns.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only beyond 128 columns is there a warpgroup for dQ.
         max_registers: of a thread when the program starts.
@@ -59,6 +61,7 @@ class HopperBackwardConfig:
     bulk: bool = False
     early_mask: bool = False
     pause_every: int = 0
+    tail_apart: bool = False
     masked_stagger: int = 0
     persistent: bool = False
     visited: int | None = None
@@ -68,7 +71,7 @@ class HopperBackwardConfig:
     """Of each part of a tile, where it has parts."""
 
     def __post_init__(self) -> None:
-        for option in ("alternate", "bulk", "persistent"):
+        for option in ("alternate", "bulk", "persistent", "tail_apart"):
             if getattr(self, option) and self.block_n != 128:
                 raise ValueError(f"{option}: expected False with block_n={self.block_n}, got True")
         if self.deterministic and self.visited is not None and self.added:
@@ -259,7 +262,7 @@ SHORT_KEYS, SHORT_SHARED_KEYS = 2048, 1024
 SHORT_BYTES, KEYS_96_BYTES, GROUPS_BYTES, DENSE_BYTES = 8 << 20, 24 << 20, 40 << 20, 8 << 20
 """`l2_bytes` of batches. Under a diagonal beyond 128 columns: of short sequences with 96 keys a program, and
 of heads without a group with 64; of other sequences with 96; of groups with 64, four fifths of the L2. The
-last: without a mask, but with 64 keys a program."""
+last: without a mask, but with 64 keys a program; of varlen sequences only with 128."""
 CROWDING, GROUPS_CROWDING = 0.0024, 0.0008
 """`crowding` under a mask; the second beyond 128 columns where query heads share key heads. With both the
 chosen orders were the fastest of those that were timed, or nearly (docs/lab/hopper-backward.md)."""
@@ -277,7 +280,7 @@ def _crowding(config: HopperBackwardConfig, kind: BackwardKind) -> float | None:
 
 def _l2_bytes(config: HopperBackwardConfig, kind: BackwardKind) -> int:
     """`l2_bytes` where sums have no order."""
-    if kind.varlen or kind.left_bound:
+    if kind.left_bound or (kind.varlen and (kind.masked or config.block_n != 128)):
         return config.l2_bytes
     if not kind.masked:
         return config.l2_bytes if config.block_n == 64 else DENSE_BYTES
@@ -340,7 +343,7 @@ H200."""
 _STAYS_FLOAT16 = {"alternate": True, "bulk": True}
 """The same of float16 in 64 columns without a mask, whose P takes fewer instructions to unpack."""
 _VARLEN_STAYS = {
-    64: (_IN_TURNS_WHOLE, _IN_TURNS_64),
+    64: (_STAYS_FLOAT16, _IN_TURNS_64),
     80: ({}, _IN_TURNS),
     96: ({}, _IN_TURNS),
     128: (_IN_TURNS, _IN_TURNS | {"pause_every": 4}),
@@ -385,6 +388,8 @@ def backward_config(
         return hopper_backward_config(max(head_dim, value_dim), deterministic, stays, kind)
     # All else as the wider one has it: of eight forms of 64/128 none was faster.
     config = hopper_backward_config(max(widths), deterministic, stays, kind)
+    if wide and kind.masked and kind.float16 and kind.alone and not kind.varlen and not deterministic:
+        config = replace(config, early_mask=True)
     columns = dict(zip(WIDTHS, widths, strict=True))
     return OwnValuesBackwardConfig(**vars(config), **columns)
 

@@ -172,6 +172,8 @@ def make_plan(
         return WideBackwardPlan(width, *how, **parts)
     how = config.block_m, config.half_p, config.stagger, varlen, BackwardMask(**mask), Registers(*kept)
     how += config.deterministic, config.alternate
+    hidden = mask["causal"] or mask["left"]
+    parts["tail_apart"] = config.tail_apart and mask["tail"] and not hidden
     parts |= {"bulk": config.bulk, "masked_stagger": config.masked_stagger, "persistent": persistent}
     if config.columns:
         left, right = config.columns

@@ -189,6 +189,8 @@ class BackwardPlan(Constants):
             pause_every: as in `HopperBackwardConfig`.
         shared: other programs compute a part of the same dK and dV; all leave float32 sums in memory.
         added: where they do, in one place, else each in its own.
+        tail_apart: no keys are hidden but those behind the last one, and steps that see none of these have
+            code of their own.
     """
 
     d: int
@@ -207,6 +209,7 @@ class BackwardPlan(Constants):
     shared: bool = False
     added: bool = False
     pause_every: int = 0
+    tail_apart: bool = False
 
     block_n = gl.constexpr(128)  # keys of a program, 64 in a buffer
     # Keys may be seen by no query.
@@ -225,13 +228,6 @@ class BackwardPlan(Constants):
             else self.stagger.value
         )
     )  # fmt: skip
-
-    # No keys are hidden but those behind the last one.
-    tails_alone = property(
-        lambda self: gl.constexpr(
-            self.mask.tail.value and not (self.mask.causal.value or self.mask.left.value)
-        )
-    )
 
     # That tell of a tile, of a persistent plan, see `backward_persistent`.
     words = property(lambda self: gl.constexpr(6 if self.varlen.value else 1))

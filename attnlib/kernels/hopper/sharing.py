@@ -133,8 +133,10 @@ def sections(call: Signature, visited: int) -> Sections:
     """The key heads of a call that advance together, where a program visits so many query heads."""
     if not call.varlen:
         return call.config.sections(Launched.of(call).key_heads(visited))
-    config, (_, H, _, S_q, _) = call.config, call.dimensions()
+    config, (_, H, _, S_q, S_k) = call.config, call.dimensions()
     heads, rows, width = H // visited, S_q, config.width(call.widest)
+    if config.block_n == 128 and call.window.clipped(S_q, S_k) == (None, None):
+        rows, _ = call.mean_lengths()
     if config.whole_groups and visited > 1:
         return Sections(l2_sections.by_cache(heads, rows * visited, width, config.l2_bytes))
     return Sections(l2_sections.key_heads(heads, key_blocks(call), rows, width, config.l2_bytes))
