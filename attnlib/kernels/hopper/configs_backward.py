@@ -431,12 +431,17 @@ def hopper_backward_config(
     if not stays:
         return chosen
     if kind.varlen:
-        return replace(chosen, persistent=True, **_VARLEN_STAYS[split or width][kind.masked])
+        changes = _VARLEN_STAYS[split or width][kind.masked]
+        if width == 64 and not kind.masked and not kind.float16:
+            changes = _IN_TURNS_WHOLE | {"tail_apart": True}
+        return replace(chosen, persistent=True, **changes)
     if width == 128 and split is None and kind.long and not kind.masked:
         return replace(chosen, stagger=LONG_STAGGER)
     changes = _STAYS[split or width][kind.masked]
     if kind.tail and not kind.masked:  # there a pause gains nothing
         changes = changes | {"pause_every": 0}
+        if split == 96:
+            changes = changes | {"alternate": True, "tail_apart": True}
     if width == 64 and kind.float16 and not kind.masked:
         changes = _STAYS_FLOAT16
     return replace(chosen, persistent=True, **changes)
