@@ -110,7 +110,7 @@ OPTION_SPILLS = {
     (128, "persistent shared both sides"): 6,
     (64, "turns bulk whole causal"): 4, (64, "turns bulk dense"): 6, (64, "turns bulk whole both sides"): 6,
     (64, "turns bulk whole shared causal"): 0, (64, "turns bulk shared dense"): 0,
-    (64, "turns bulk whole varlen"): 4, (64, "turns bulk late whole varlen dense"): 12,
+    (64, "turns bulk whole varlen"): 4, (96, "turns split tail"): 12,
     (64, "turns bulk whole varlen window"): 6, (64, "turns bulk whole shared varlen"): 6,
     (80, "turns varlen"): 10, (80, "persistent varlen dense"): 8, (96, "turns varlen"): 14,
     (96, "persistent varlen dense"): 20, (96, "turns shared varlen"): 14, (96, "turns varlen window"): 16,
@@ -150,13 +150,14 @@ SPILLS_OF_VALUES = {
     ("128/64", "ordered turns causal"): 2, ("128/64", "ordered turns apart causal"): 0,
     ("128/64", "deterministic causal"): 0, ("128/64", "apart causal"): 0, ("128/64", "bulk causal"): 0,
     **dict.fromkeys(product(WIDE_VALUES, ("causal", "dense", "both sides", "varlen window")), 0),
-    ("64/256", "shared causal"): 0, ("64/256", "deterministic causal"): 0,
+    ("64/256", "shared causal"): 0, ("64/256", "deterministic causal"): 0, ("64/256", "early causal"): 0,
     ("128/256", "deterministic varlen window"): 0, ("128/256", "apart causal"): 0,
 }  # fmt: skip
 """Words that may spill beside values with other columns."""
 FIRST = [
     (64, "turns bulk whole causal"), (64, "persistent bulk dense"), (64, "turns bulk whole shared causal"),
-    (64, "turns bulk whole varlen window"), (64, "turns bulk late whole varlen dense"), (128, "turns varlen"),
+    (64, "turns bulk whole varlen window"), (64, "turns bulk late varlen dense"), (128, "turns varlen"),
+    (96, "turns split tail"),
     (128, "turns shared varlen"), (96, "persistent varlen dense"), (80, "turns causal"), (96, "turns causal"),
     (128, "ordered turns causal"), (128, "ordered turns apart causal"), (128, "turns causal"),
     (128, "apart causal"), (128, "deterministic varlen window"),
@@ -165,11 +166,12 @@ FIRST = [
     (256, "shared causal"), (256, "deterministic varlen window"), (192, "dense"),
     (192, "shared varlen"), (160, "causal"), (PAIR, "early both sides"),
     ("64/128", "turns causal"), ("128/64", "turns dense"), ("64/128", "varlen window"),
-    ("128/64", "turns shared causal"), ("64/256", "causal"), ("128/256", "dense"),
+    ("128/64", "turns shared causal"), ("64/256", "early causal"), ("128/256", "dense"),
 ]  # fmt: skip
 """What calls get by themselves, of each width and with each option."""
 CASES = with_more(
-    [*((*case, "fp16") for case in FIRST), (128, "causal", "bf16")],
+    [*((*case, "fp16") for case in FIRST), (128, "causal", "bf16"),
+     (64, "turns bulk late whole split varlen dense", "bf16")],
     [
         *product(WIDTHS, KINDS, ["fp16"]), (256, "causal", "bf16"), (192, "causal", "bf16"),
         *((*case, "fp16") for case in (*SPLIT_SPILLS, *SPILLS_96, *OPTION_SPILLS, *SPILLS_OF_VALUES)),
@@ -187,7 +189,8 @@ FORMS |= {f"turns{name.removeprefix('persistent')}": [*options, "alternate"]
 FORMS = {name: dict.fromkeys(options, True) for name, options in FORMS.items()}
 WHOLE = {"half_p": False}
 FORMS |= {"turns bulk whole": FORMS["turns bulk"] | WHOLE, "bulk whole": FORMS["bulk"] | WHOLE}
-FORMS["turns bulk late whole"] = FORMS["turns bulk whole"] | {"early_mask": False}
+FORMS |= {f"turns bulk late{name}": FORMS[f"turns bulk{name}"] | {"early_mask": False} for name in ("", " whole")}
+FORMS |= {f"{name} split": FORMS[name] | {"tail_apart": True} for name in ("turns", "turns bulk late whole")}
 FORMS |= {f"{name} shared": form for name, form in FORMS.items() if form.get("persistent")}
 FORMS["pauses"] = {"pause_every": 4}
 FORMS["third early"] = {"pause_every": 3, "early_mask": True}
@@ -237,11 +240,10 @@ LOADS |= {64: 10, 80: 0, 96: 1, 128: 9, 256: 0, 192: 2, 160: 2, PAIR: 0}
 SHARED_LOADS = LOADS | {64: 18, 80: 7, 96: 15}
 """The same where programs share a key head, which keep an address of sums more."""
 OWN_LOADS = {
-    (64, "turns bulk late whole varlen dense"): 23,
     (96, "persistent varlen dense"): 5, (96, "turns varlen window"): 2, (256, "shared varlen window"): 5,
     (192, "varlen dense"): 6, (PAIR, "early varlen"): 1,
 }  # fmt: skip
-"""Of single kinds. The first is the fastest form of such calls all the same. No call gets (256, "shared
+"""Of single kinds. No call gets (256, "shared
 varlen window") by itself: such varlen calls visit all query heads of a group."""
 
 
@@ -386,8 +388,10 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     (stats, changes, barriers), (width, kind, _) = compiled[case], case
     print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
     assert stats.warnings == (), "wgmma serialized?"
-    assert stats.opcodes["HGMMA"] == sum(IN_A_STEP[width]) + AROUND[width] and not stats.opcodes.get("HMMA")
     option, unmarked = option_of(kind)
+    copies = 2 if "split" in option else 1  # of the loops
+    products = copies * sum(IN_A_STEP[width]) + AROUND[width]
+    assert stats.opcodes["HGMMA"] == products and not stats.opcodes.get("HMMA")
     shared = is_shared(option)
     assert stats.opcodes.get("UTMALDG") and bool(stats.opcodes.get("UTMASTG")) != shared, "no TMA"
     assert stats.opcodes.get("USETMAXREG"), "registers are not shared out anew"
@@ -400,12 +404,13 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     kind = unmarked
     deterministic = is_in_order(option)
     assert stats.spills <= (SPILLS[width][list(KINDS).index(kind)] if own is None else own)
-    loops = stats.loops  # one for each consumer
-    assert sorted(loop["HGMMA"] for loop in loops) == IN_A_STEP[width]
-    assert sorted(loop.get("MUFU.EX2", 0) for loop in loops) == EX2[width]
+    loops = stats.loops  # one for each consumer, or two
+    assert sorted(loop["HGMMA"] for loop in loops) == sorted(copies * IN_A_STEP[width])
+    assert sorted(loop.get("MUFU.EX2", 0) for loop in loops) == sorted(copies * EX2[width])
+    assert copies == 1 or sorted(loop.get("FSEL", 0) > 0 for loop in loops) == [False, False, True, True]
     in_bulk = "bulk" in option or (deterministic and width == 64)
     added = "STS" if in_bulk else "REDG"
-    assert sorted(loop.get(added, 0) for loop in loops) == ADDITIONS[width], "16 bytes at a time"
+    assert sorted(loop.get(added, 0) for loop in loops) == sorted(copies * ADDITIONS[width]), "16 bytes at a time"
     assert not in_bulk or not any(loop.get("REDG") for loop in loops)
     loads = OWN_LOADS.get(case[:2], (SHARED_LOADS if shared else LOADS)[width])
     for loop in loops:
@@ -427,7 +432,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     two_parts = 2 if width in (80, 96) else 1
     places = 3 if of_keys else 1 if width in WIDE_VALUES else 2 * two_parts
     from_registers = 0 if in_bulk else places
-    assert changes == [True] * from_registers, "two places add to dQ, or two for each part, or one"
+    assert changes == [True] * copies * from_registers, "two places add to dQ, or two for each part, or one"
     # The last step of a tile, which reads of the next one, where there is no mask, or lengths differ.
     peeled = 2 if stays and in_bulk and (kind == "dense" or "varlen" in kind) else 1
     assert stats.opcodes.get("UTMAREDG", 0) == (places - from_registers) * peeled

@@ -47,6 +47,23 @@ def tell_start(j, n, WG: gl.constexpr, plan: gl.constexpr):
         named_barrier("arrive", START + 1 - WG, 256)
 
 
+@gluon.constexpr_function
+def _wait_asm(clocks):
+    return (
+        "{ .reg .pred p; .reg .b32 first, now; mov.u32 first, %clock; AGAIN: mov.u32 now, %clock; "
+        f"sub.u32 now, now, first; setp.lt.u32 p, now, {clocks}; @p bra AGAIN; mov.b32 $0, $1; }}"
+    )
+
+
+@gluon.jit
+def begin_later(n, CLOCKS: gl.constexpr):
+    """Wait for so many clocks; n: any number."""
+    # A loop of the language's own, in a consumer's code, would make what follows it differ for each thread.
+    gl.inline_asm_elementwise(
+        _wait_asm(CLOCKS), "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.jit
 def issue_scores(a, b, j, WG: gl.constexpr, plan: gl.constexpr, first=0):
     """Start K Q^T, or V dO^T: [64, D] x [D, BLOCK_M]. The keys begin at buffer `first`."""

@@ -28,7 +28,7 @@ written its dS: the two need not march in step.
     S(j+1)                                         wait for S
 
 The two consumers do the same, and in step with each other they want the tensor cores at the same time and the
-exponential units at the same time. Where that lasts, the second one begins later (`_begin_later`). A plan
+exponential units at the same time. Where that lasts, the second one begins later (`begin_later`). A plan
 that says `alternate` has barriers instead: a consumer starts the products of a step, from dV to S, when the
 other one has started its own, consumer 0 first. Programs that stay on their SM drift out of any delay; there
 turns go on from tile to tile, and consumer 0 waits once more behind its last one.
@@ -68,7 +68,8 @@ A window with a left bound ends the queries that see a key (`backward_tiles`). W
 copy and no wait, and the consumers store zeros. Varlen sequences are read as in `varlen_tiles`. Programs that
 stay on their SM count their blocks of keys (`backward_persistent`). Those of one tile search for a sequence
 among blocks that are numbered with one to spare for each; a program of such a block ends at once. LSE2, delta
-and the sums of dQ have rows for each sequence, padded to whole blocks of queries.
+and the sums of dQ have rows for each sequence, padded to whole blocks of queries. Without a mask, only steps
+with the last keys of a sequence look for keys that don't exist, where the plan has its `tail_apart`.
 
     dQ in bulk
 
@@ -126,6 +127,7 @@ from attnlib.kernels.common import tma
 from attnlib.kernels.common.backward_pair import (
     await_ds,
     await_start,
+    begin_later,
     here,
     issue_dq,
     tell_start,
@@ -257,22 +259,6 @@ def _consume_tile(
         leave_nothing(desc_dk, desc_dv, mem, tile, work, WG, plan)
 
 
-@gluon.constexpr_function
-def _wait_asm(clocks):
-    return (
-        "{ .reg .pred p; .reg .b32 first, now; mov.u32 first, %clock; AGAIN: mov.u32 now, %clock; "
-        f"sub.u32 now, now, first; setp.lt.u32 p, now, {clocks}; @p bra AGAIN; mov.b32 $0, $1; }}"
-    )
-
-
-@gluon.jit
-def _begin_later(n, plan: gl.constexpr):
-    # A loop of the language's own, in a consumer's code, would make what follows it differ for each thread.
-    gl.inline_asm_elementwise(
-        _wait_asm(plan.delay), "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
 @gluon.jit
 def _visit(
     desc_dk, desc_dv, dq_ptr, mem, qk_scale, sm_scale, tile, work, WG: gl.constexpr, plan: gl.constexpr
@@ -292,10 +278,9 @@ def _visit(
     mbarrier.wait(mem.v_full, 0)
     v = held(mem.v, WG, plan)
     if WG * plan.delay > 0:
-        _begin_later(n, plan)
-    s, dk, dv, block, m = _all_steps(
-        dq_ptr, mem, k, v, s, 0, 0, 0, block, gap, n, qk_scale, tile, work, WG, plan
-    )
+        begin_later(n, plan.delay)
+    way = tiling.Way(0, 0, 0, block, gap, n)
+    s, dk, dv, block, m = _all_steps(dq_ptr, mem, k, v, s, way, qk_scale, tile, work, WG, plan)
 
     await_ds(n - 1, WG)
     dq_token = _issue_dq(mem, n - 1, 0, WG, plan)
@@ -335,7 +320,7 @@ def _visit_tiles(
         token = issue_scores(Rows(mem.k, ()), WG, matrices(mem.q, 0), 0, plan)
         s = warpgroup_mma_wait(0, deps=(token,))
     if WG * plan.delay > 0:
-        _begin_later(number, plan)
+        begin_later(number, plan.delay)
     t = 0  # of the tiles of this program
     i = 0  # of its steps
     before = number * 0 - 1 if plan.varlen else work.num_m  # of the step before: none, or any
@@ -345,8 +330,9 @@ def _visit_tiles(
         first = set_of(t)
         own_k, own_v, s = _begin_tile(mem, s, i, first, WG, plan)
         block, gap = tiling.first_sums(tile, work, plan), tiling.gap(tile, work, plan)
+        way = tiling.Way(i, first, before, block, gap, n)
         s, dk, dv, block, m = _all_steps(
-            dq_ptr, mem, own_k, own_v, s, i, first, before, block, gap, n, qk_scale, tile, work, WG, plan
+            dq_ptr, mem, own_k, own_v, s, way, qk_scale, tile, work, WG, plan
         )
         before = _before(block, m, 1, before, tile, gap, plan)
         if plan.shared:
@@ -396,38 +382,26 @@ def _begin_tile(mem, s, i, first, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _all_steps(
-    dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work,
-    WG: gl.constexpr, plan: gl.constexpr,
-):  # fmt: skip
-    """`_steps`, of a plan with its tail apart in code of its own where this consumer's keys all exist."""
-    whole = tile.start + WG * 64 + 64 <= tile.S_k
+def _all_steps(dq_ptr, mem, k, v, s, way, qk_scale, tile, work, WG: gl.constexpr, plan: gl.constexpr):
+    """`_steps`, which a plan with its tail apart has twice: where this consumer's keys all exist, no step
+    looks for those that don't."""
     if not plan.tail_apart:
-        s, dk, dv, block, m = _steps(
-            dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work, False, WG, plan
-        )
-    elif whole:
-        s, dk, dv, block, m = _steps(
-            dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work, True, WG, plan
-        )
+        found = _steps(dq_ptr, mem, k, v, s, way, qk_scale, tile, work, False, WG, plan)
+    elif tile.start + (WG + 1) * 64 <= tile.S_k:
+        found = _steps(dq_ptr, mem, k, v, s, way, qk_scale, tile, work, True, WG, plan)
     else:
-        s, dk, dv, block, m = _steps(
-            dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work, False, WG, plan
-        )
-    return s, dk, dv, block, m
+        found = _steps(dq_ptr, mem, k, v, s, way, qk_scale, tile, work, False, WG, plan)
+    return found
 
 
 @gluon.jit
 def _steps(
-    dq_ptr, mem, k, v, s, c, first, last, block, gap, n, qk_scale, tile, work,
+    dq_ptr, mem, k, v, s, way, qk_scale, tile, work,
     WHOLE: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
     """All blocks of queries of a tile, from S of the first one on: (S of the block after, dK, dV, the block
-    of sums and the one of queries behind the last).
-
-    block, gap: the first block of sums, and those between two heads. Of a persistent plan: c, steps of this
-    program before; first, buffer of K and of V; last, block of sums of the step before.
-    """
+    of sums and the one of queries behind the last). WHOLE: this consumer's keys all exist."""
+    c, first, last, block, gap, n = way
     dtype: gl.constexpr = mem.k[0].dtype
     parts: gl.constexpr = len(mem.k)
     row = tile.start + WG * 64  # first key

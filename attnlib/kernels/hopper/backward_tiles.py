@@ -58,6 +58,17 @@ class Tile(NamedTuple):
     end_k: gl.tensor
 
 
+class Way(NamedTuple):
+    """The steps of a tile in `backward_kernel`. The first three are 0 but in a persistent plan."""
+
+    c: gl.tensor  # steps of the program before
+    first: gl.tensor  # buffer of K and of V
+    last: gl.tensor  # block of sums of the step before
+    block: gl.tensor  # the first block of sums
+    gap: gl.tensor  # blocks of sums between two heads
+    n: gl.tensor  # steps
+
+
 @gluon.jit
 def owner(block, cu, B, BLOCK: gl.constexpr):
     """The varlen sequence that a block belongs to. Blocks are numbered across all sequences: the first one of
@@ -350,7 +361,7 @@ def gap(tile, work, plan: gl.constexpr):
 @gluon.jit
 def visible(p, row, m, tile, work, plan: gl.constexpr, WHOLE: gl.constexpr = False):
     """P^T [64, BLOCK_M] of the keys from `row` on and the queries of block m, 0 where a query does not see a
-    key; of a plan with an early mask its logarithm, -inf there."""
+    key; of a plan with an early mask its logarithm, -inf there. WHOLE: the keys all exist."""
     if plan.mask.causal or plan.mask.left:
         first = row - tile.S_k + tile.S_q - m * plan.block_m  # the first key's place among these queries
         last = first

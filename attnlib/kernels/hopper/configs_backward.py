@@ -33,8 +33,8 @@ class HopperBackwardConfig:
         early_mask: P is masked before its exponentials, not after.
         pause_every: a warpgroup that adds dQ from its registers pauses after so many additions of each
             thread, see `backward_ring.add_sums`; 0: never. Not with `bulk`.
-        tail_apart: where no keys are hidden but those behind the last one, a consumer whose keys all exist has
-            code of its own, in which no step looks for them. Up to 128 columns.
+        tail_apart: without a mask a consumer whose keys all exist has code of its own, in which no step looks
+            for keys behind the last one. Up to 128 columns.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only beyond 128 columns is there a warpgroup for dQ.
         max_registers: of a thread when the program starts.
@@ -342,13 +342,17 @@ such programs drift apart, and those that alternate stay half a step apart. Foun
 H200."""
 _STAYS_FLOAT16 = {"alternate": True, "bulk": True}
 """The same of float16 in 64 columns without a mask, whose P takes fewer instructions to unpack."""
+_TAILS = {96: _IN_TURNS | {"tail_apart": True}, 128: {"pause_every": 0}}
+"""What changes besides without a mask, where keys end within a block; found on an H200."""
 _VARLEN_STAYS = {
     64: (_STAYS_FLOAT16, _IN_TURNS_64),
     80: ({}, _IN_TURNS),
     96: ({}, _IN_TURNS),
     128: (_IN_TURNS, _IN_TURNS | {"pause_every": 4}),
 }
-"""The same of varlen sequences, found on an H200."""
+"""Of varlen sequences what `_STAYS` has of batches, found on an H200."""
+_VARLEN_STAYS_BFLOAT16 = _IN_TURNS_WHOLE | {"tail_apart": True}
+"""The same of bfloat16 in 64 columns without a mask."""
 _IN_ORDER = {64: (_IN_TURNS_WHOLE, _IN_TURNS_64), 96: (_IN_TURNS, _IN_TURNS_96)}
 """The same where sums have an order, in programs of one tile; found on an H200."""
 _IN_ORDER_STAYS = {64: (None, _IN_TURNS_64), 96: (None, _IN_TURNS_96), 128: (_IN_TURNS, _STAYS[128][1])}
@@ -433,15 +437,13 @@ def hopper_backward_config(
     if kind.varlen:
         changes = _VARLEN_STAYS[split or width][kind.masked]
         if width == 64 and not kind.masked and not kind.float16:
-            changes = _IN_TURNS_WHOLE | {"tail_apart": True}
+            changes = _VARLEN_STAYS_BFLOAT16
         return replace(chosen, persistent=True, **changes)
     if width == 128 and split is None and kind.long and not kind.masked:
         return replace(chosen, stagger=LONG_STAGGER)
     changes = _STAYS[split or width][kind.masked]
-    if kind.tail and not kind.masked:  # there a pause gains nothing
-        changes = changes | {"pause_every": 0}
-        if split == 96:
-            changes = changes | {"alternate": True, "tail_apart": True}
+    if kind.tail and not kind.masked:
+        changes = changes | _TAILS.get(split or width, {})
     if width == 64 and kind.float16 and not kind.masked:
         changes = _STAYS_FLOAT16
     return replace(chosen, persistent=True, **changes)

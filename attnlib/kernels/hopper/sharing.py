@@ -130,7 +130,8 @@ def key_blocks(call: Signature) -> int:
 
 
 def sections(call: Signature, visited: int) -> Sections:
-    """The key heads of a call that advance together, where a program visits so many query heads."""
+    """The key heads of a call that advance together, where a program visits so many query heads. Varlen
+    sequences count as the longest; up to 128 columns and without a mask, as a batch of their mean length."""
     if not call.varlen:
         return call.config.sections(Launched.of(call).key_heads(visited))
     config, (_, H, _, S_q, S_k) = call.config, call.dimensions()

@@ -409,6 +409,29 @@ def test_consumers_that_alternate_in_programs_that_stay(name: str, order: str) -
     assert kernel.reports[-1].unwaited == () and kernel.programs <= sms
 
 
+TAILS = {
+    "64 columns, varlen, bulk, bfloat16": Call(
+        64, 2, 1, varlen=((40, 70), (0, 300), (150, 130), (128, 128)), causal=False, dtype=torch.bfloat16
+    ),
+    "96 columns": Call(96, 2, 1, 150, 200, causal=False),
+    "96 columns, one key of the last block": Call(96, 1, 1, 200, 257, causal=False),
+    "128 columns, all keys exist": Call(128, 1, 1, 150, 256, causal=False),
+    "72 of 80 columns, grouped heads, batches": Call(72, 2, 1, 70, 190, causal=False, B=2),
+    "64 columns, programs share a key head": Call(64, 2, 1, 150, 70, causal=False),
+    "96 columns, not persistent": Call(96, 1, 1, 150, 200, causal=False),
+    "96 columns, a mask, which has no tail apart": Call(96, 1, 1, 150, 200, window=(60, 20), causal=False),
+}
+
+
+@pytest.mark.parametrize(("name", "order"), in_turn(TAILS, ORDERS))
+def test_steps_that_see_no_tail(name: str, order: str) -> None:
+    call, stays = TAILS[name], "not persistent" not in name
+    visited = 1 if "share" in name else call.H // call.H_kv
+    config = replace(hopper_backward_config(call.D), tail_apart=True, visited=visited, alternate=stays)
+    config = replace(config, persistent=stays, bulk="bulk" in name, half_p=False)
+    assert check_backward(replace(call, config=config), order, sms=SMS[order]).reports[-1].unwaited == ()
+
+
 # ---------------------------------------------------------------- the same bits
 
 

@@ -111,6 +111,10 @@ BACKWARD = {
     "persistent, varlen, dense": Call(
         64, 2, 1, causal=False, varlen=((40, 170), (100, 290)), config=PERSISTENT[64]
     ),
+    "tail apart": Call(
+        96, 1, 1, 130, 1, False, sm_scale=4.0,
+        config=replace(PERSISTENT[96], alternate=True, tail_apart=True),
+    ),
     "64 + 16": Call(72, 1, 1, 70, 70, config=ONE_TILE[72]),
     "64 + 32": Call(96, 1, 1, 70, 70, config=ONE_TILE[96]),
     "shared": Call(96, 4, 2, 70, 200, config=replace(hopper_backward_config(96), visited=1)),
@@ -424,6 +428,9 @@ MUTATIONS = [
              without("    fence_async_shared()\n", "", "    if OVERLAPS")),
     backward("dQ of the first step, of nothing, is added", "AssertionError|IndexError: address outside",
              ("plan), dq, i > 0, WG", "plan), dq, i >= 0, WG")),
+    backward("keys that don't exist are taken for keys that do", "AssertionError",
+             ("elif tile.start + (WG + 1) * 64 <= tile.S_k:", "elif tile.start + WG * 64 < tile.S_k:"),
+             call="tail apart"),
     backward("dQ of the last step is lost", "AssertionError", ("dq, n > 0, WG", "dq, n < 0, WG")),
     pair("the halves of dQ change places", "AssertionError",
              ("ds_w = ds_w.slice(WG * 64, 64, 1)", "ds_w = ds_w.slice(64 - WG * 64, 64, 1)"), call="64"),

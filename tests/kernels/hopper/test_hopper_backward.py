@@ -166,9 +166,7 @@ def test_which_programs_stay_on_their_sm() -> None:
             in_order = deterministic and head_dim <= 128 and not few
             assert config.persistent is (in_order or (head_dim <= 128 and not deterministic))
             assert config.bulk is (head_dim <= 64)
-            drift = window == windows[0] and (
-                80 < head_dim <= 96 or (head_dim <= 64 and dtype == torch.bfloat16)
-            )
+            drift = window == windows[0] and head_dim <= 64 and dtype == torch.bfloat16
             in_turns = config.persistent and not drift
             if deterministic:  # both consumers of 65 to 80 columns would add to the same 16, so they have 96
                 in_turns = 64 < head_dim <= 128 or (head_dim <= 64 and not drift)
@@ -345,10 +343,29 @@ def test_only_two_equal_consumers_alternate() -> None:
         replace(hopper_backward_config(256), alternate=True)
 
 
-@pytest.mark.parametrize("option", ["bulk", "persistent"])
+@pytest.mark.parametrize("option", ["bulk", "persistent", "tail_apart"])
 def test_the_wide_kernel_does_without(option: str) -> None:
     with pytest.raises(ValueError, match=f"^{option}: expected False with block_n=64, got True$"):
         replace(hopper_backward_config(256), **{option: True})
+
+
+def test_which_calls_have_their_tail_apart() -> None:
+    """Without a mask: batches of 81 to 96 columns, whose keys end within a block, which alternate there, too;
+    and varlen sequences of bfloat16 up to 64 columns. float16 of these keeps P in half the registers."""
+
+    def apart(columns: int, **kind: bool) -> bool:
+        config = hopper_backward_config(columns, stays=True, kind=BackwardKind(**kind))
+        assert not config.tail_apart or config.alternate
+        return config.tail_apart
+
+    for columns in (64, 80, 96, 112, 128):
+        assert apart(columns, tail=True) is apart(columns, tail=True, float16=True) is (columns == 96)
+        assert apart(columns, varlen=True) is (columns == 64)
+        assert not any(apart(columns, **{how: True}) for how in ("masked", "float16"))
+        assert not apart(columns, varlen=True, float16=True) and not apart(columns, tail=True, masked=True)
+    varlen = {dtype: BackwardKind(varlen=True, float16=dtype) for dtype in (False, True)}
+    assert [hopper_backward_config(64, False, True, kind).half_p for kind in varlen.values()] == [False, True]
+    assert not hopper_backward_config(96, False, True).alternate
 
 
 def test_who_adds_in_bulk_does_not_pause() -> None:
@@ -484,7 +501,8 @@ def test_what_decides_about_sections_up_to_128_columns(columns: int) -> None:
     assert found(masked=True) == found(masked=True, alone=False) == (16, CROWDING)
     assert found(masked=True, left_bound=True) == found(True, masked=True) == (16, CROWDING)
     assert found(True) == found(True, masked=True, left_bound=True) == (16, None)
-    assert found(varlen=True) == found(varlen=True, masked=True) == (16, None)
+    assert found(varlen=True) == found(varlen=True, alone=False) == (8, None)
+    assert found(varlen=True, masked=True) == found(True, varlen=True) == (16, None)
 
 
 @pytest.mark.parametrize(("columns", "of", "keys"), [(256, 64, 64), (128, 256, 128), (64, 256, 128)])

@@ -102,6 +102,24 @@ def signature(
     return Signature(q, k, strides, torch.float16, -1, window, 0.1, lengths, False, config)
 
 
+def test_sections_of_varlen_sequences() -> None:
+    """Without a mask as many heads as in a batch of the mean length; under one as the longest sequence says,
+    and so beyond 128 columns."""
+
+    def heads(D: int, longest: int, window: MaskWindow) -> int:
+        kind = BackwardKind(masked=window.right == 0, varlen=True, float16=True)
+        config = hopper_backward_config(D, stays=True, kind=kind)
+        call = signature(D, 4, 16, 16, 4096, config, varlen=True, window=window)
+        return sharing.sections(call._replace(lengths=Lengths(4, longest, longest)), 1).size
+
+    dense, causal = MaskWindow(None, None), MaskWindow(None, 0)
+    batch = signature(128, 4, 16, 16, 4096, hopper_backward_config(128, stays=True), window=dense)
+    assert heads(128, 4096, dense) == heads(128, 8192, dense) == sharing.sections(batch, 1).size == 2
+    assert heads(64, 4096, dense) == heads(64, 8192, dense) == 4
+    assert [heads(128, longest, causal) for longest in (4096, 8192)] == [4, 2]
+    assert [heads(256, longest, dense) for longest in (4096, 8192)] == [2, 1]
+
+
 @pytest.mark.parametrize("varlen", [False, True], ids=["batch", "varlen"])
 @pytest.mark.parametrize("D", [80, 256])
 def test_the_sums_are_in_the_buffer_of_the_call(D: int, varlen: bool) -> None:
