@@ -189,7 +189,8 @@ FORMS |= {f"turns{name.removeprefix('persistent')}": [*options, "alternate"]
 FORMS = {name: dict.fromkeys(options, True) for name, options in FORMS.items()}
 WHOLE = {"half_p": False}
 FORMS |= {"turns bulk whole": FORMS["turns bulk"] | WHOLE, "bulk whole": FORMS["bulk"] | WHOLE}
-FORMS |= {f"turns bulk late{name}": FORMS[f"turns bulk{name}"] | {"early_mask": False} for name in ("", " whole")}
+LATE = {"early_mask": False}
+FORMS |= {f"turns bulk late{name}": FORMS[f"turns bulk{name}"] | LATE for name in ("", " whole")}
 FORMS |= {f"{name} split": FORMS[name] | {"tail_apart": True} for name in ("turns", "turns bulk late whole")}
 FORMS |= {f"{name} shared": form for name, form in FORMS.items() if form.get("persistent")}
 FORMS["pauses"] = {"pause_every": 4}
@@ -410,7 +411,8 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     assert copies == 1 or sorted(loop.get("FSEL", 0) > 0 for loop in loops) == [False, False, True, True]
     in_bulk = "bulk" in option or (deterministic and width == 64)
     added = "STS" if in_bulk else "REDG"
-    assert sorted(loop.get(added, 0) for loop in loops) == sorted(copies * ADDITIONS[width]), "16 bytes at a time"
+    additions = sorted(copies * ADDITIONS[width])
+    assert sorted(loop.get(added, 0) for loop in loops) == additions, "16 bytes at a time"
     assert not in_bulk or not any(loop.get("REDG") for loop in loops)
     loads = OWN_LOADS.get(case[:2], (SHARED_LOADS if shared else LOADS)[width])
     for loop in loops:
