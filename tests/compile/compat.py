@@ -97,7 +97,8 @@ def families() -> list[Family]:
             (64, "turns bulk whole varlen", "fp16"), (128, "turns varlen", "fp16"),
             (192, "causal", "fp16"), (160, "varlen window", "fp16"),
             (192, "deterministic causal", "fp16"),
-            ("192/128", "shared causal", "bf16"),
+            ("192/128", "shared causal", "bf16"), ("64/256", "early causal", "fp16"),
+            (96, "turns split tail", "fp16"),
         ]),
         Family("hopper backward, around", False, jobs(test_hopper_backward.passes_around), [
             (128, "fp16", True),
