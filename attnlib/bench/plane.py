@@ -16,6 +16,7 @@ from attnlib.bench.shapes import Shape
 from attnlib.bench.verdict import Verdict
 
 RECORD, TABLE, NAMED_TABLE, SETTLED_TABLE = "plane", "cells", "named", "settled"
+SIDE_BY_SIDE_TABLE = "side_by_side"
 OURS, PEER = "attnlib", "fa3"
 DIMS = 64, 72, 80, 96, 112, 128, 160, 192, 224, 256
 LENGTHS = 512, 1024, 2048, 4096, 16384

@@ -123,6 +123,29 @@ def test_the_record(small, tmp_path, capsys):
         assert row["attnlib_tflops"] == pytest.approx(cell.flops(way) / row["attnlib_ms"] * 1e-9, rel=1e-4)
 
 
+def test_heads_that_lie_side_by_side(small, tmp_path, monkeypatch, capsys):
+    """Of the gradient of the output, too; in a table of its own."""
+    seen = []
+
+    def watched(window, *call):
+        out = plain(*call, window)
+        inputs = [x for x in call if isinstance(x, torch.Tensor)]
+        seen.append([x.transpose(1, 2).is_contiguous() for x in inputs])
+        if out.requires_grad:
+            out.register_hook(lambda grad: seen.append([grad.transpose(1, 2).is_contiguous()]))
+        return out
+
+    monkeypatch.setattr(time_plane, "ours", watched)
+    path = tmp_path / "plane.json"
+    assert time_plane.main(["--side-by-side", "--out", str(path)]) == 0, capsys.readouterr().out
+    rows = rows_of(path, plane.SIDE_BY_SIDE_TABLE)
+    assert [plane.key(row) for row in rows] == [(cell, way) for (cell,) in SMALL for way in plane.PASSES]
+    assert all(map(all, seen)) and {len(one) for one in seen} == {1, 3}
+    seen.clear()
+    assert time_plane.main(["--out", str(path)]) == 0
+    assert not any(map(any, seen)) and {*json.loads(path.read_text())["tables"]} == {"cells", "side_by_side"}
+
+
 @pytest.mark.parametrize("fault", ["everywhere", "in another head", "without the window"])
 def test_a_wrong_result_has_no_ratio(small, tmp_path, monkeypatch, capsys, fault):
     def wrong(window, *call):

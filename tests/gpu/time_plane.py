@@ -6,12 +6,15 @@
     python tests/gpu/time_plane.py --dims 64 96 --dtypes float16 --passes backward    these cells alone
     python tests/gpu/time_plane.py --named        the calls of `plane.NAMED` instead, in table `named`
     python tests/gpu/time_plane.py --settled      those behind in the record once more, in table `settled`
+    python tests/gpu/time_plane.py --side-by-side --dims 64 128     as models have tensors, in `side_by_side`
 
 Table `cells`: a row for each cell of `bench.plane` and pass, with both times, the ratio of each of eight
 shuffled rounds with cold L2, and what attnlib differs by from itself. Table `named`: the same of calls beside
 the plane. Table `settled`: calls of both whose ratio is below 1.0, in sixty rounds of one timed call each,
 without pauses. At the power limit the clock differs from one window to the next by more than such calls do;
-here each has the clock that the others leave it. ATTNLIB_FA3 names FlashAttention-3's library. First,
+here each has the clock that the others leave it. Table `side_by_side`: cells of the plane whose heads lie
+side by side in memory, (B, S, H, D), as a model's projections leave them; elsewhere they follow each other,
+(B, H, S, D). FlashAttention-3 gets the same memory. ATTNLIB_FA3 names FlashAttention-3's library. First,
 processes side by side compile. The record is written after each length of a kind; cells that were not
 measured stay in it, and a row says its commit.
 
@@ -150,26 +153,39 @@ class BackwardPlane(InPlane, BackwardRun):
     pass
 
 
-def start(cell: Cell, way: str, shape: Shape) -> tuple[tuple[Tensor, ...], Sample | GradientSample]:
+def heads_side_by_side(x: Tensor) -> Tensor:
+    """x (B, H, S, D), but in memory (B, S, H, D)."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def start(
+    cell: Cell, way: str, side_by_side: bool, shape: Shape
+) -> tuple[tuple[Tensor, ...], Sample | GradientSample]:
     """Tensors of a call and what judges its result."""
     kind = ALL[cell.kind]
     tensors = make_inputs(shape, device=harness.DEVICE)
+    d_out = (make_gradient(shape, device=harness.DEVICE),) if way == "backward" else ()
+    if side_by_side:
+        tensors, d_out = (tuple(map(heads_side_by_side, several)) for several in (tensors, d_out))
     options = shape.causal, shape.head_dim**-0.5
     peer, other = peers.fa3(kind.window), None
     with contextlib.suppress(RuntimeError):  # what it can't do is said where it is timed
         if way == "forward":
             other = peer.make(*tensors, *options)()
         else:
-            tensors = make_gradient(shape, device=harness.DEVICE), *tensors
-            other = peer.make_backward(*tensors, *options)()
+            other = peer.make_backward(*d_out, *tensors, *options)()
+    tensors = *d_out, *tensors
     return tensors, (Sample if way == "forward" else GradientSample)(kind, other, *tensors)
 
 
-def measured(cell: Cell, way: str, header: dict[str, Any], setting: Setting) -> dict[str, Any]:
+def measured(
+    cell: Cell, way: str, header: dict[str, Any], setting: Setting, side_by_side: bool = False
+) -> dict[str, Any]:
     """The row of the record."""
     kind = ALL[cell.kind]
     rows = harness.collect_runs(
-        partial(ForwardPlane if way == "forward" else BackwardPlane, kind), partial(start, cell, way),
+        partial(ForwardPlane if way == "forward" else BackwardPlane, kind),
+        partial(start, cell, way, side_by_side),
         {OURS: partial(ours, kind.window), PEER: None}, [cell.shape], setting, OURS,
     )  # fmt: skip
     table = records.Table.of(plane.TABLE, rows, header, False)
@@ -253,6 +269,7 @@ def method(setting: Setting) -> dict[str, Any]:
         "host": "calls are queued while the GPU writes and computes, so that its time alone is timed; "
         "host_us of short calls is what the host takes to queue one",
         "ratio": "time of FlashAttention-3 over time of attnlib",
+        "memory": "heads after each other, (B, H, S, D); in table side_by_side (B, S, H, D)",
     }
     if setting is IN_TURN:
         how["mode"] = "in turn: a call that warms up and a timed one of each, without pauses, so that each "
@@ -275,6 +292,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     other.add_argument("--named", action="store_true", help="the calls of plane.NAMED instead of the plane")
     other.add_argument("--settled", action="store_true",
                        help="instead the calls of the record with a ratio below 1.0, in turn")  # fmt: skip
+    other.add_argument("--side-by-side", action="store_true",
+                       help="the plane in the memory of a model's tensors, (B, S, H, D)")  # fmt: skip
     parser.add_argument("--out", type=Path, help="(default: figures/data/<gpu>/plane.json)")
     return parser.parse_args(argv)
 
@@ -295,6 +314,8 @@ def asked(args: argparse.Namespace, path: Path) -> tuple[str, Setting, list[list
         groups = [[call] for call in dict.fromkeys(behind)]  # a named call may be one of the plane's
     else:
         table, setting = plane.NAMED_TABLE if args.named else plane.TABLE, ROUNDS
+        if args.side_by_side:
+            table = plane.SIDE_BY_SIDE_TABLE
         groups = [
             [(cell, way) for cell in group for way in plane.PASSES]
             for group in ([plane.NAMED] if args.named else plane.groups())
@@ -330,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 left_out.append(f"{cell.label}, {way}")
                 continue
             try:
-                row = found[cell, way] = measured(cell, way, header, setting)
+                row = found[cell, way] = measured(cell, way, header, setting, args.side_by_side)
             except RuntimeError as error:  # no memory for the oracle, say
                 left_out.append(f"{cell.label}, {way}: {peers.brief(error)}")
             else:
