@@ -98,7 +98,7 @@ def families() -> list[Family]:
             (192, "causal", "fp16"), (160, "varlen window", "fp16"),
             (192, "deterministic causal", "fp16"),
             ("192/128", "shared causal", "bf16"), ("64/256", "early causal", "fp16"),
-            (96, "turns split tail", "fp16"),
+            (96, "turns two loops tail", "fp16"),
         ]),
         Family("hopper backward, around", False, jobs(test_hopper_backward.passes_around), [
             (128, "fp16", True),

@@ -110,7 +110,7 @@ OPTION_SPILLS = {
     (128, "persistent shared both sides"): 6,
     (64, "turns bulk whole causal"): 4, (64, "turns bulk dense"): 6, (64, "turns bulk whole both sides"): 6,
     (64, "turns bulk whole shared causal"): 0, (64, "turns bulk shared dense"): 0,
-    (64, "turns bulk whole varlen"): 4, (96, "turns split tail"): 12,
+    (64, "turns bulk whole varlen"): 4, (96, "turns two loops tail"): 12,
     (64, "turns bulk whole varlen window"): 6, (64, "turns bulk whole shared varlen"): 6,
     (80, "turns varlen"): 10, (80, "persistent varlen dense"): 8, (96, "turns varlen"): 14,
     (96, "persistent varlen dense"): 20, (96, "turns shared varlen"): 14, (96, "turns varlen window"): 16,
@@ -151,13 +151,14 @@ SPILLS_OF_VALUES = {
     ("128/64", "deterministic causal"): 0, ("128/64", "apart causal"): 0, ("128/64", "bulk causal"): 0,
     **dict.fromkeys(product(WIDE_VALUES, ("causal", "dense", "both sides", "varlen window")), 0),
     ("64/256", "shared causal"): 0, ("64/256", "deterministic causal"): 0, ("64/256", "early causal"): 0,
-    ("128/256", "deterministic varlen window"): 0, ("128/256", "apart causal"): 0,
+    ("128/256", "early both sides"): 2, ("128/256", "deterministic varlen window"): 0,
+    ("128/256", "apart causal"): 0,
 }  # fmt: skip
 """Words that may spill beside values with other columns."""
 FIRST = [
     (64, "turns bulk whole causal"), (64, "persistent bulk dense"), (64, "turns bulk whole shared causal"),
     (64, "turns bulk whole varlen window"), (64, "turns bulk late varlen dense"), (128, "turns varlen"),
-    (96, "turns split tail"),
+    (96, "turns two loops tail"),
     (128, "turns shared varlen"), (96, "persistent varlen dense"), (80, "turns causal"), (96, "turns causal"),
     (128, "ordered turns causal"), (128, "ordered turns apart causal"), (128, "turns causal"),
     (128, "apart causal"), (128, "deterministic varlen window"),
@@ -171,7 +172,7 @@ FIRST = [
 """What calls get by themselves, of each width and with each option."""
 CASES = with_more(
     [*((*case, "fp16") for case in FIRST), (128, "causal", "bf16"),
-     (64, "turns bulk late whole split varlen dense", "bf16")],
+     (64, "turns bulk late whole two loops varlen dense", "bf16")],
     [
         *product(WIDTHS, KINDS, ["fp16"]), (256, "causal", "bf16"), (192, "causal", "bf16"),
         *((*case, "fp16") for case in (*SPLIT_SPILLS, *SPILLS_96, *OPTION_SPILLS, *SPILLS_OF_VALUES)),
@@ -191,7 +192,8 @@ WHOLE = {"half_p": False}
 FORMS |= {"turns bulk whole": FORMS["turns bulk"] | WHOLE, "bulk whole": FORMS["bulk"] | WHOLE}
 LATE = {"early_mask": False}
 FORMS |= {f"turns bulk late{name}": FORMS[f"turns bulk{name}"] | LATE for name in ("", " whole")}
-FORMS |= {f"{name} split": FORMS[name] | {"tail_apart": True} for name in ("turns", "turns bulk late whole")}
+APART = "turns", "turns bulk late whole"
+FORMS |= {f"{name} two loops": FORMS[name] | {"tail_apart": True} for name in APART}
 FORMS |= {f"{name} shared": form for name, form in FORMS.items() if form.get("persistent")}
 FORMS["pauses"] = {"pause_every": 4}
 FORMS["third early"] = {"pause_every": 3, "early_mask": True}
@@ -390,7 +392,7 @@ def test_configuration(compiled, case: tuple[int, str, str]) -> None:
     print(f"{case}: {stats.registers} registers, {stats.spills} words, {stats.shared_bytes} bytes")
     assert stats.warnings == (), "wgmma serialized?"
     option, unmarked = option_of(kind)
-    copies = 2 if "split" in option else 1  # of the loops
+    copies = 2 if "two loops" in option else 1  # of the loops
     products = copies * sum(IN_A_STEP[width]) + AROUND[width]
     assert stats.opcodes["HGMMA"] == products and not stats.opcodes.get("HMMA")
     shared = is_shared(option)

@@ -279,8 +279,8 @@ def _visit(
     v = held(mem.v, WG, plan)
     if WG * plan.delay > 0:
         begin_later(n, plan.delay)
-    way = tiling.Way(0, 0, 0, block, gap, n)
-    s, dk, dv, block, m = _all_steps(dq_ptr, mem, k, v, s, way, qk_scale, tile, work, WG, plan)
+    steps = tiling.Steps(0, 0, 0, block, gap, n)
+    s, dk, dv, block, m = _all_steps(dq_ptr, mem, k, v, s, steps, qk_scale, tile, work, WG, plan)
 
     await_ds(n - 1, WG)
     dq_token = _issue_dq(mem, n - 1, 0, WG, plan)
@@ -330,9 +330,9 @@ def _visit_tiles(
         first = set_of(t)
         own_k, own_v, s = _begin_tile(mem, s, i, first, WG, plan)
         block, gap = tiling.first_sums(tile, work, plan), tiling.gap(tile, work, plan)
-        way = tiling.Way(i, first, before, block, gap, n)
+        steps = tiling.Steps(i, first, before, block, gap, n)
         s, dk, dv, block, m = _all_steps(
-            dq_ptr, mem, own_k, own_v, s, way, qk_scale, tile, work, WG, plan
+            dq_ptr, mem, own_k, own_v, s, steps, qk_scale, tile, work, WG, plan
         )
         before = _before(block, m, 1, before, tile, gap, plan)
         if plan.shared:
@@ -382,26 +382,26 @@ def _begin_tile(mem, s, i, first, WG: gl.constexpr, plan: gl.constexpr):
 
 
 @gluon.jit
-def _all_steps(dq_ptr, mem, k, v, s, way, qk_scale, tile, work, WG: gl.constexpr, plan: gl.constexpr):
+def _all_steps(dq_ptr, mem, k, v, s, steps, qk_scale, tile, work, WG: gl.constexpr, plan: gl.constexpr):
     """`_steps`, which a plan with its tail apart has twice: where this consumer's keys all exist, no step
     looks for those that don't."""
     if not plan.tail_apart:
-        found = _steps(dq_ptr, mem, k, v, s, way, qk_scale, tile, work, False, WG, plan)
+        found = _steps(dq_ptr, mem, k, v, s, steps, qk_scale, tile, work, False, WG, plan)
     elif tile.start + (WG + 1) * 64 <= tile.S_k:
-        found = _steps(dq_ptr, mem, k, v, s, way, qk_scale, tile, work, True, WG, plan)
+        found = _steps(dq_ptr, mem, k, v, s, steps, qk_scale, tile, work, True, WG, plan)
     else:
-        found = _steps(dq_ptr, mem, k, v, s, way, qk_scale, tile, work, False, WG, plan)
+        found = _steps(dq_ptr, mem, k, v, s, steps, qk_scale, tile, work, False, WG, plan)
     return found
 
 
 @gluon.jit
 def _steps(
-    dq_ptr, mem, k, v, s, way, qk_scale, tile, work,
+    dq_ptr, mem, k, v, s, steps, qk_scale, tile, work,
     WHOLE: gl.constexpr, WG: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
     """All blocks of queries of a tile, from S of the first one on: (S of the block after, dK, dV, the block
     of sums and the one of queries behind the last). WHOLE: this consumer's keys all exist."""
-    c, first, last, block, gap, n = way
+    c, first, last, block, gap, n = steps
     dtype: gl.constexpr = mem.k[0].dtype
     parts: gl.constexpr = len(mem.k)
     row = tile.start + WG * 64  # first key

@@ -58,7 +58,7 @@ class Tile(NamedTuple):
     end_k: gl.tensor
 
 
-class Way(NamedTuple):
+class Steps(NamedTuple):
     """The steps of a tile in `backward_kernel`. The first three are 0 but in a persistent plan."""
 
     c: gl.tensor  # steps of the program before

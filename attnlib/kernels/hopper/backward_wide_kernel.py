@@ -1,4 +1,4 @@
-"""Exact attention, backward, for Hopper (sm_90a) in Gluon, heads of 200 to 256 columns.
+"""Exact attention, backward, for Hopper (sm_90a) in Gluon, heads of 200 to 256 columns, or values of 256.
 
 Chapter 20 derives the backward pass, chapter 21 explains this kernel and why registers end at D = 256.
 
@@ -8,7 +8,7 @@ thread each, so no warpgroup can keep both, and the five products are divided ot
 
     warpgroup 0    S^T = K Q^T,   P^T = 2**(S^T * qk_scale - LSE2),   dV += P^T dO
     warpgroup 1    dP^T = V dO^T, dS^T = P^T * (dP^T - delta),        dK += dS^T Q
-    warpgroup 2    dQ = dS K, one half of the columns after the other, added to memory
+    warpgroup 2    dQ = dS K, 128 columns after the other, added to memory
 
 P^T goes from 0 to 1 and dS^T from 1 to 2 through shared memory, rounded as for the products. Each of them has
 two buffers, Q and dO as well, so 0 may be a step or two ahead of 1, and 1 of 2. So the tensor cores have

@@ -189,8 +189,8 @@ class BackwardPlan(Constants):
             pause_every: as in `HopperBackwardConfig`.
         shared: other programs compute a part of the same dK and dV; all leave float32 sums in memory.
         added: where they do, in one place, else each in its own.
-        tail_apart: no keys are hidden but those behind the last one, and steps that see none of these have
-            code of their own.
+        tail_apart: no keys are hidden but those behind the last one, and a consumer without any of these has
+            code of its own.
     """
 
     d: int
@@ -296,7 +296,7 @@ class WideBackwardPlan(Constants):
     """The same for the wide backward kernel.
 
     Attributes:
-        d: columns of a tile, the head dimension or more: 256.
+        d: columns of a tile of queries and keys, the head dimension or more: 256.
         varlen, block_m, deterministic, early_mask, shared, added, pause_every: as in `BackwardPlan`.
     """
 

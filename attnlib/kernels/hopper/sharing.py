@@ -68,7 +68,8 @@ class Launched(NamedTuple):
         if self.left is not None and self.right is not None:
             rows = min(rows, self.left + self.right + config.block_n)
         counted = visited if config.whole_groups else 1
-        return Heads(self.heads * share, work, self._row_bytes * rows * counted, visited // counted)
+        nbytes = row_bytes(self.width, self.values) * rows * counted
+        return Heads(self.heads * share, work, nbytes, visited // counted)
 
     def clocks(self, visited: int) -> float:
         """From the first program to the last gradient, where a program visits so many of the group's query
@@ -82,11 +83,6 @@ class Launched(NamedTuple):
         if share > 1:  # set to 0, added to, read
             total += 2 * self._sums * self._blocks * self.heads / (MEMORY_BYTES * SMS) + LAUNCH
         return total
-
-    @property
-    def _row_bytes(self) -> int:
-        """Of Q, the sums of dQ and dO, each of which a program reads or adds to for a query."""
-        return max(8 * self.width, 6 * self.width + 2 * self.values)
 
     @property
     def _blocks(self) -> int:
@@ -121,6 +117,12 @@ class Launched(NamedTuple):
         return SPREAD * 128 / self.config.block_n
 
 
+def row_bytes(width: int, values: int) -> int:
+    """Of Q, the sums of dQ and dO, all of which a program reads or adds to for a query. Values with fewer
+    columns than queries count as many."""
+    return max(8 * width, 6 * width + 2 * values)
+
+
 def key_blocks(call: Signature) -> int:
     """Of a key head. Of varlen sequences together: sequence b begins with block
     cu_seqlens_k[b] // block_n + b, whatever the lengths are."""
@@ -131,13 +133,15 @@ def key_blocks(call: Signature) -> int:
 
 def sections(call: Signature, visited: int) -> Sections:
     """The key heads of a call that advance together, where a program visits so many query heads. Varlen
-    sequences count as the longest; up to 128 columns and without a mask, as a batch of their mean length."""
+    sequences count as the longest; up to 128 columns and without a mask as their mean, or half of the longest
+    one, which has most of the work where it is many times the mean."""
     if not call.varlen:
         return call.config.sections(Launched.of(call).key_heads(visited))
     config, (_, H, _, S_q, S_k) = call.config, call.dimensions()
-    heads, rows, width = H // visited, S_q, config.width(call.widest)
-    if config.block_n == 128 and call.window.clipped(S_q, S_k) == (None, None):
-        rows, _ = call.mean_lengths()
+    heads, rows, width = H // visited, S_q, row_bytes(*config.widths(call.head_dim, call.value_dim)) // 8
+    dense = call.window.clipped(S_q, S_k) == (None, None)
+    if dense and config.block_n == 128 and not config.deterministic:
+        rows = max(call.mean_lengths()[0], S_q // 2)
     if config.whole_groups and visited > 1:
         return Sections(l2_sections.by_cache(heads, rows * visited, width, config.l2_bytes))
     return Sections(l2_sections.key_heads(heads, key_blocks(call), rows, width, config.l2_bytes))

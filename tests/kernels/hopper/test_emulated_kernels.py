@@ -419,7 +419,6 @@ TAILS = {
     "72 of 80 columns, grouped heads, batches": Call(72, 2, 1, 70, 190, causal=False, B=2),
     "64 columns, programs share a key head": Call(64, 2, 1, 150, 70, causal=False),
     "96 columns, not persistent": Call(96, 1, 1, 150, 200, causal=False),
-    "96 columns, a mask, which has no tail apart": Call(96, 1, 1, 150, 200, window=(60, 20), causal=False),
 }
 
 

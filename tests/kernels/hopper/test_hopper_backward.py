@@ -368,6 +368,30 @@ def test_which_calls_have_their_tail_apart() -> None:
     assert not hopper_backward_config(96, False, True).alternate
 
 
+def test_a_mask_has_no_tail_apart() -> None:
+    config = replace(hopper_backward_config(96), tail_apart=True)
+    for causal, left, tail in product((False, True), repeat=3):
+        mask = {"causal": causal, "shifted": causal, "left": left, "tail": tail}
+        plan = launch_backward.make_plan(96, config, mask, varlen=False)
+        assert plan.tail_apart.value is (tail and not causal and not left)
+
+
+def test_which_wide_calls_mask_early() -> None:
+    """In float16 under a mask, with a key head for each query head, beside values of 256 columns."""
+
+    def early(*columns: int, deterministic: bool = False, **kind: bool) -> bool:
+        return backward_config(*columns, deterministic, BackwardKind(**kind)).early_mask
+
+    for columns in ((64, 256), (40, 136), (128, 256), (112, 200)):
+        assert early(*columns, masked=True, float16=True)
+        assert early(*columns, masked=True, left_bound=True, float16=True)
+        assert not early(*columns, masked=True) and not early(*columns, float16=True)
+        assert not early(*columns, masked=True, float16=True, deterministic=True)
+        for other in ({"alone": False}, {"varlen": True}):
+            assert not early(*columns, masked=True, float16=True, **other)
+    assert not early(256, 256, masked=True, float16=True)
+
+
 def test_who_adds_in_bulk_does_not_pause() -> None:
     with pytest.raises(ValueError, match="^pause_every: expected 0 with bulk=True, got 2$"):
         replace(hopper_backward_config(64, stays=True), pause_every=2)

@@ -133,7 +133,8 @@ SMS = {"eager": 1, "late": 3, "random": 2}
 
 
 def form(call: Call, **changes) -> HopperBackwardConfig:
-    kind = BackwardKind(masked=call.causal or call.window is not None, varlen=bool(call.varlen))
+    masked, float16 = call.causal or call.window is not None, call.dtype == torch.float16
+    kind = BackwardKind(masked, varlen=bool(call.varlen), alone=call.H == call.H_kv, float16=float16)
     return replace(backward_config(call.D, call.D_v, call.deterministic, kind), **changes)
 
 

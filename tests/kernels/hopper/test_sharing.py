@@ -103,12 +103,12 @@ def signature(
 
 
 def test_sections_of_varlen_sequences() -> None:
-    """Without a mask as many heads as in a batch of the mean length; under one as the longest sequence says,
-    and so beyond 128 columns."""
+    """Without a mask as many heads as in a batch of the mean length, or of half of the longest; under one as
+    the longest sequence says, and so beyond 128 columns and where sums have an order."""
 
-    def heads(D: int, longest: int, window: MaskWindow) -> int:
+    def heads(D: int, longest: int, window: MaskWindow, deterministic: bool = False) -> int:
         kind = BackwardKind(masked=window.right == 0, varlen=True, float16=True)
-        config = hopper_backward_config(D, stays=True, kind=kind)
+        config = hopper_backward_config(D, deterministic, stays=True, kind=kind)
         call = signature(D, 4, 16, 16, 4096, config, varlen=True, window=window)
         return sharing.sections(call._replace(lengths=Lengths(4, longest, longest)), 1).size
 
@@ -116,8 +116,19 @@ def test_sections_of_varlen_sequences() -> None:
     batch = signature(128, 4, 16, 16, 4096, hopper_backward_config(128, stays=True), window=dense)
     assert heads(128, 4096, dense) == heads(128, 8192, dense) == sharing.sections(batch, 1).size == 2
     assert heads(64, 4096, dense) == heads(64, 8192, dense) == 4
+    assert [heads(128, 16384, dense), heads(64, 16384, dense)] == [1, 2]
+    assert [heads(128, longest, dense, True) for longest in (4096, 8192)] == [4, 2]
     assert [heads(128, longest, causal) for longest in (4096, 8192)] == [4, 2]
     assert [heads(256, longest, dense) for longest in (4096, 8192)] == [2, 1]
+
+
+def test_what_a_row_takes_of_l2() -> None:
+    """Q and dQ have the columns of queries, dO those of values; in varlen calls, too."""
+    widths = ((64, 64), (64, 128), (128, 64), (192, 128), (64, 256), (128, 256), (256, 256))
+    assert [sharing.row_bytes(*pair) for pair in widths] == [512, 640, 1024, 1536, 896, 1280, 2048]
+    kind = BackwardKind(masked=True, varlen=True)
+    call = signature(64, 4, 16, 16, 4096, backward_config(64, 256, kind=kind), varlen=True)
+    assert sharing.sections(call._replace(own_value_dim=256), 1).size == 4  # of 3.5 MiB each
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["batch", "varlen"])
