@@ -148,13 +148,13 @@ def all_there(common) -> bool:
 
 
 def test_rows_reach_their_places():
-    assert all_there(order._common)
+    assert all_there(order.common)
 
 
 @pytest.mark.parametrize("bug", ORDER)
 def test_bugs_in_the_order(bug):
     try:
-        right = all_there(planted(order, *ORDER[bug])["_common"])
+        right = all_there(planted(order, *ORDER[bug])["common"])
     except RuntimeError:  # pieces of other sizes
         right = False
     assert not right, bug
