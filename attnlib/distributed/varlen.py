@@ -101,7 +101,8 @@ def attention_varlen(
 
     Raises:
         TypeError, ValueError, RuntimeError: as `attention`; and as `attnlib.attention_varlen` for the values
-            in `cu_seqlens`, on all ranks.
+            in `cu_seqlens`, on all ranks. ValueError for another method, and for "ulysses" with heads that
+            are no multiples of the ranks.
 
     Example, under torchrun:
         >>> q, k, v = (shard(x, dim=0) for x in (q, k, v))

@@ -21,6 +21,7 @@ LENGTHS = {
 MASKS = [
     (True, None), (False, None), (True, (5, -1)), (False, (4, -1)), (False, (-1, 6)), (False, (5, 3)),
     (False, (0, 0)), (False, (2, 30)), (False, (90, 100)), (True, (20, 8)),
+    (False, (2**31 - 1, 3)),
 ]  # fmt: skip
 
 
