@@ -8,6 +8,7 @@ from attnlib.arguments.exact import Options, check, check_varlen
 from attnlib.params import Varlen
 
 METHODS = "ring", "all_gather", "ulysses", "auto"
+VARLEN_METHODS = "ulysses", "all_gather", "auto"
 TIMEOUT, LONGEST_TIMEOUT = 120.0, 1e9
 """Seconds: what is usual, and some thirty years."""
 
@@ -35,14 +36,21 @@ def _check_halves(name: str, rows: int, divisor: int) -> None:
         )
 
 
-def check_distributed_varlen(q, k, v, varlen: Varlen, options: Options, ranks: int) -> None:
+def check_distributed_varlen(q, k, v, varlen: Varlen, options: Options) -> None:
     """Tensors and options of one rank, except for the values in `cu_seqlens`."""
     check_memory(q=q, k=k, v=v)
     check_local(cu_seqlens=varlen.cu_seqlens_q)
     check_varlen(q, k, v, varlen, options)
     if len(k) != len(q):
         raise ValueError(f"k: expected {len(q)} tokens as q has on this rank, got {len(k)}")
-    check_heads(q.shape[1], k.shape[1], ranks)
+
+
+def check_varlen_method(method, q_heads: int, kv_heads: int, ranks: int) -> None:
+    """method of `attention_varlen`; `ranks` among which "ulysses" shares out the heads."""
+    check_choice("method", method, VARLEN_METHODS)
+    check_heads(
+        q_heads, kv_heads, ranks if method == "ulysses" else 1, "; method='all_gather' takes any number"
+    )
 
 
 def check_method(method, q_heads: int, kv_heads: int, ranks: int) -> None:
@@ -59,12 +67,12 @@ def check_in_order(in_order, shares: int) -> None:
         raise ValueError("in_order: expected False or None with a mesh of 2 dimensions, got True")
 
 
-def check_heads(q_heads: int, kv_heads: int, ranks: int) -> None:
-    """Heads that are shared out among ranks."""
+def check_heads(q_heads: int, kv_heads: int, ranks: int, advice: str = "") -> None:
+    """Heads that are shared out among ranks. advice: what else can be done."""
     for name, heads in (("q", q_heads), ("k", kv_heads)):
         if heads % ranks:
             raise ValueError(
-                f"{name}: expected a multiple of {ranks} heads, which the ranks share, got {heads}"
+                f"{name}: expected a multiple of {ranks} heads, which the ranks share, got {heads}{advice}"
             )
 
 

@@ -12,11 +12,12 @@ from attnlib.params import Varlen
 
 
 class Found(NamedTuple):
-    """What offsets hold: tokens of the longest sequence, and a number that tells their values from others, in
-    every process."""
+    """What offsets hold: tokens of the longest sequence, a number that tells their values from others, in
+    every process, and the values."""
 
     longest: int
     fingerprint: int
+    values: tuple[int, ...]
 
 
 def check_offsets(q, k, varlen: Varlen) -> None:
@@ -134,7 +135,7 @@ def _forget(key: int, reference: weakref.ref) -> None:
 
 
 def _read_offsets(name: str, offsets: torch.Tensor, side: str, tokens: int) -> Found:
-    values = offsets.tolist()
+    values = tuple(offsets.tolist())
     if values[0] != 0:
         raise ValueError(f"{name}: expected to start at 0, got {values[0]}")
     longest = 0
@@ -146,4 +147,4 @@ def _read_offsets(name: str, offsets: torch.Tensor, side: str, tokens: int) -> F
         longest = max(longest, end - begin)
     if values[-1] != tokens:
         raise ValueError(f"{name}: expected to end at {side}'s number of tokens, {tokens}, got {values[-1]}")
-    return Found(longest, hash(tuple(values)))
+    return Found(longest, hash(values), values)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from attnlib import api as single
-from attnlib import dispatch
 from attnlib.api.exact import autocast
 from attnlib.arguments import distributed as arguments
 from attnlib.arguments.exact import Options
-from attnlib.autograd import Computed
+from attnlib.distributed import rotation
+from attnlib.distributed.function import Attention
 from attnlib.distributed.groups import Group, Ranks, ranks_of
 from attnlib.distributed.heads import ToHeads, ToRows, differentiated
 from attnlib.distributed.layout import is_zigzag, parts_of, pieces_of, rows_divisor, take
 from attnlib.distributed.links import Links, agree_on_all, linked
 from attnlib.distributed.order import Moved
-from attnlib.distributed.rotation import Job, backward, forward
 from attnlib.distributed.tensors import check_for_all, check_placed
 from attnlib.params import Implementation, MaskWindow, Params, mask_window
 
@@ -141,14 +139,14 @@ def _between_ranks(q, k, v, params: Params, links: Links, way: Way):
     pieces = pieces_of(links.ranks, q.shape[2])
     parts = tuple(parts_of(rank, links.ranks, q.shape[2], window) for rank in range(links.ranks))
     if links.ranks > 1 and way.method != "ulysses":
-        job = Job(links, params, _decided(way.method, q, k, links.ranks, window), next(links.calls))
+        job = rotation.Job(links, params, _decided(way.method, q, k, links.ranks, window), next(links.calls))
         if not way.in_order or parts == pieces:
-            return _Attention.apply(q, k, v, job)
+            return Attention.apply(q, k, v, job, rotation)
         q, k, v = (
             Moved.apply(x, links, pieces, parts, f"gradient of {name}")
             for name, x in zip("qkv", (q, k, v), strict=True)
         )
-        out, lse = _Attention.apply(q, k, v, job)
+        out, lse = Attention.apply(q, k, v, job, rotation)
         out, lse = (
             Moved.apply(x, links, parts, pieces, f"gradient of the output of call {job.number}")
             for x in (out, lse[..., None])
@@ -167,34 +165,6 @@ def _between_ranks(q, k, v, params: Params, links: Links, way: Way):
         out = ToRows.apply(out, links, parts, next(links.calls))
         lse = ToRows.apply(lse[..., None], links, parts)[..., 0]
     return out, lse
-
-
-class _Attention(torch.autograd.Function):
-    """(out, LSE) of a rank's rows. The LSE is a statistic: no gradient flows through it."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, job: Job):
-        out, lse = forward(q, k, v, job)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.job = job
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, d_out, _):
-        job, saved = ctx.job, ctx.saved_tensors
-        if d_out is None:  # the other ranks' rows still need this rank's keys, and theirs its gradient
-            d_out = torch.zeros_like(saved[3])
-        job.links.agree({"step": f"backward of call {job.number}"})
-        return *Computed.within_backward(partial(_gradients, job), d_out, *saved), None
-
-
-def _gradients(job: Job, d_out: torch.Tensor, *saved: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    given = dispatch.Saved(*saved)
-    if 0 in d_out.stride() or d_out.stride(-1) != 1:
-        d_out = torch.empty_like(given.out).copy_(d_out)
-    return backward(d_out, given, job)
 
 
 def _agree(

@@ -30,22 +30,32 @@ class Moved(torch.autograd.Function):
 
 
 def _moved(x: torch.Tensor, links: Links, before: tuple[Parts, ...], after: tuple[Parts, ...]):
-    rows = packed(x)
-    found = torch.empty_like(rows)
+    return unpacked(moved([packed(x)], links, before, after)[0])
+
+
+def moved(
+    tensors: list[torch.Tensor], links: Links, before: tuple[Parts, ...], after: tuple[Parts, ...]
+) -> list[torch.Tensor]:
+    """Tensors of rows (S, ...), contiguous, at the positions of `before`, of each rank -> at those of
+    `after`, among which several ranks may have the same."""
+    count = sum(len(part) for part in after[links.rank])
+    found = [x.new_empty(count, *x.shape[1:]) for x in tensors]
     sent, received = [], []
     for peer in range(links.ranks):
-        for here, there in _common(before[links.rank], after[peer]):
+        for here, there in common(before[links.rank], after[peer]):
             if peer == links.rank:
-                found[there] = rows[here]
+                for rows, x in zip(found, tensors, strict=True):
+                    rows[there] = x[here]
             else:
-                sent.append((peer, rows[here]))
+                sent += [(peer, x[here]) for x in tensors]
         if peer != links.rank:
-            received += [(peer, found[there]) for _, there in _common(before[peer], after[links.rank])]
+            places = [there for _, there in common(before[peer], after[links.rank])]
+            received += [(peer, rows[there]) for there in places for rows in found]
     links.start(sent, received).wait()
-    return unpacked(found)
+    return found
 
 
-def _common(before: Parts, after: Parts) -> list[tuple[slice, slice]]:
+def common(before: Parts, after: Parts) -> list[tuple[slice, slice]]:
     """The positions that one rank has and another one wants: (rows of the first, of the second), piece after
     piece, in the same order on both."""
     found = []

@@ -593,7 +593,8 @@ def several_gpus(device) -> str:
 
 @row("varlen sequences over several GPUs")
 def varlen_over_ranks(device) -> str:
-    """Two processes, forward and backward: tests/distributed/test_distributed.py. Here one rank."""
+    """Two processes, forward and backward: tests/distributed/test_distributed.py and test_varlen_ranks.py.
+    Here one rank."""
     import torch.distributed as dist
 
     from attnlib import attention_varlen
@@ -603,11 +604,14 @@ def varlen_over_ranks(device) -> str:
     ends = torch.tensor([0, 5, 24], dtype=torch.int32, device=device)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        found = over_ranks(q, k, v, ends, 19, causal=True)
+        found = [
+            over_ranks(q, k, v, ends, 19, causal=True, method=method) for method in ("ulysses", "all_gather")
+        ]
     finally:
         dist.destroy_process_group()
-    assert torch.equal(found, attention_varlen(q, k, v, ends, ends, 19, 19, causal=True))
-    return "yes, `attnlib.distributed.attention_varlen`: Ulysses"
+    expected = attention_varlen(q, k, v, ends, ends, 19, 19, causal=True)
+    assert all(torch.equal(out, expected) for out in found)
+    return "yes, `attnlib.distributed.attention_varlen`: Ulysses, or all-gather for any number of heads"
 
 
 @row("heads over several GPUs, the projection's AllReduce under the next rows' work")

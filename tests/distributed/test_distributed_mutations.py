@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Lock
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attnlib.distributed import layout, order, pieces, schedule
+from attnlib import attention_varlen
+from attnlib.dispatch import Saved
+from attnlib.distributed import cut, layout, order, pieces, schedule
 from attnlib.kernels.reference import merge as reference
 from attnlib.kernels.reference.gradients import visible
-from attnlib.params import Existing, MaskWindow
+from attnlib.params import Existing, MaskWindow, Params, Varlen
 
 ROWS = 6
 WINDOWS = [MaskWindow(None, 0), MaskWindow(None, None), MaskWindow(11, 2), MaskWindow(25, None),
@@ -148,13 +155,156 @@ def all_there(common) -> bool:
 
 
 def test_rows_reach_their_places():
-    assert all_there(order._common)
+    assert all_there(order.common)
 
 
 @pytest.mark.parametrize("bug", ORDER)
 def test_bugs_in_the_order(bug):
     try:
-        right = all_there(planted(order, *ORDER[bug])["_common"])
+        right = all_there(planted(order, *ORDER[bug])["common"])
     except RuntimeError:  # pieces of other sizes
         right = False
     assert not right, bug
+
+
+# ---------------------------------------------------------------- varlen sequences that are cut
+
+ENDS = [(0, 24), (0, 5, 5, 6, 17, 24), (0, 0, 12, 16, 24, 24), (0, 3, 21, 24), (0, 8, 8, 16, 17, 24)]
+VARLEN_WINDOWS = [*WINDOWS, MaskWindow(2, 0), MaskWindow(3, 4), MaskWindow(0, 0), MaskWindow(1, 9),
+                  MaskWindow(4, None)]  # fmt: skip
+
+CUT = {
+    "keys behind causal rows": ("stop = min(stop, rows.stop + window.right)", "pass"),
+    "a key behind too many": ("rows.stop + window.right", "rows.stop + window.right + 1"),
+    "a key behind too few": ("rows.stop + window.right", "rows.stop + max(0, window.right - 1)"),
+    "a key too few on the left": ("rows.start - window.left", "rows.start - window.left + 1"),
+    "keys of the sequence before": ("start = max(start, rows.start - window.left)",
+                                    "start = max(0, rows.start - window.left)"),
+    "places not aligned": ("if not behind or window == DENSE:", "if True:"),
+    "the left bound not shifted": ("left + behind", "left"),
+    "the right bound not shifted": ("right - behind", "right"),
+    "one window for all sequences": ("at = max(rows.start, ends[last - 1])", "at = rows.start"),
+    "an empty sequence the first": ("bisect_right(ends, rows.start) - 1",
+                                    "max(0, bisect_left(ends, rows.start) - 1)"),
+    "a sequence too many": ("bisect_left(ends, rows.stop)",
+                            "min(len(ends) - 1, bisect_right(ends, rows.stop))"),
+}  # fmt: skip
+
+
+def cut_soundly(kept, calls) -> bool:
+    """Whether each rank computes every visible key of its rows once, and keeps no key that none of its rows
+    sees."""
+    for ends in ENDS:
+        for window in VARLEN_WINDOWS:
+            whole = torch.zeros(24, 24, dtype=torch.int64)
+            for start, stop in zip(ends, ends[1:], strict=False):
+                whole[start:stop, start:stop] = visible(stop - start, stop - start, window)
+            for ranks in (1, 2, 3, 4, 6):
+                for (rows,) in layout.pieces_of(ranks, 24 // ranks):
+                    keys, found = kept(ends, rows, window), torch.zeros(24, 24, dtype=torch.int64)
+                    for call in calls(ends, rows, window):
+                        if min((bound for bound in call.window if bound is not None), default=0) < 0:
+                            return False
+                        for first, last in zip(
+                            ends[call.first : call.last], ends[call.first + 1 :], strict=False
+                        ):
+                            own, seen = (
+                                slice(*(min(max(at, part.start), part.stop) for at in (first, last)))
+                                for part in (call.rows, call.keys)
+                            )
+                            bounds = MaskWindow(*call.window)
+                            found[own, seen] += visible(own.stop - own.start, seen.stop - seen.start, bounds)
+                    here = pieces.as_slice(rows)
+                    needed = whole[here].any(0).nonzero()[:, 0].tolist()
+                    if not torch.equal(found[here], whole[here]) or needed != list(keys):
+                        return False
+    return True
+
+
+def test_cuts_are_sound():
+    assert cut_soundly(cut.kept, cut.calls)
+
+
+@pytest.mark.parametrize("bug", CUT)
+def test_a_bug_in_the_cuts_is_noticed(bug):
+    names = planted(cut, *CUT[bug])
+    assert not cut_soundly(names["kept"], names["calls"])
+
+
+TRANSFERS = {
+    "gradients of others left out": ("summed(mine, [(ALL, mine)], more)", "summed(mine, [(ALL, mine)], [])"),
+    "its own gradient of other keys": ("gradient[_within(own[0], here[0])]", "gradient[: len(own[0])]"),
+    "gradients of k for those of v": ("_as_batch(both[which])", "_as_batch(both[0])"),
+    "the LSE of the first rows": ("lse[:, rows].contiguous()", "lse[:, : len(q[rows])].contiguous()"),
+    "one window": ("window=call.window, varlen", "varlen"),
+    "offsets of rows for keys": ("for part in (call.rows, call.keys)", "for part in (call.rows, call.rows)"),
+    "results in the wrong order": ("torch.cat(outs)", "torch.cat(outs[::-1])"),
+}  # fmt: skip
+
+
+def post(ranks: int, turn: Lock) -> list[SimpleNamespace]:
+    """The links of ranks that are threads. turn: who computes; Triton's interpreter knows one thread."""
+    boxes = {(a, b): queue.SimpleQueue() for a in range(ranks) for b in range(ranks)}
+
+    def receive(rank: int, received) -> None:
+        for peer, x in received:
+            turn.release()
+            try:
+                found = boxes[peer, rank].get(timeout=20)
+            finally:
+                turn.acquire()
+            x.copy_(found)
+
+    def start(rank: int, sent, received) -> SimpleNamespace:
+        for peer, x in sent:
+            boxes[rank, peer].put(x.clone())
+        return SimpleNamespace(wait=partial(receive, rank, received))
+
+    return [SimpleNamespace(rank=r, ranks=ranks, start=partial(start, r)) for r in range(ranks)]
+
+
+def like_one_process(job_of, forward, backward) -> bool:
+    """Whether three ranks have the output, the LSE and the gradients of one process."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(24, heads, 8, generator=generator) for heads in (3, 1, 1, 3)]
+    for ends, window in ((ENDS[0], (-1, 0)), (ENDS[1], (3, 4)), (ENDS[3], (-1, -1))):
+        offsets = torch.tensor(ends, dtype=torch.int32)
+        varlen = Varlen(offsets, offsets, 24, 24)
+        asked = MaskWindow(*(None if bound == -1 else bound for bound in window))
+        params = Params(asked, 0.5, varlen, return_lse=True, impl="triton")
+        *given, d_out = (x.clone().requires_grad_() for x in whole)
+        out, lse = attention_varlen(*given, *varlen, window=window, sm_scale=0.5, return_lse=True,
+                                    impl="reference")  # fmt: skip
+        out.backward(d_out)
+        expected = [out.detach(), lse.T, *(x.grad for x in given)]
+
+        turn = Lock()
+
+        def rank(links, params=params, ends=ends, turn=turn) -> list[torch.Tensor]:
+            rows = slice(8 * links.rank, 8 * links.rank + 8)
+            *own, gradient = (x[rows].clone() for x in whole)
+            with turn:
+                job = job_of(links, 0, 8, ends, params)
+                result = forward(*own, job)
+                return [result[0], result[1].T, *backward(gradient, Saved(*own, *result), job)]
+
+        with ThreadPoolExecutor(3) as pool:
+            parts = list(pool.map(rank, post(3, turn)))
+        for x, y in zip(map(torch.cat, zip(*parts, strict=True)), expected, strict=True):
+            if not (x - y).abs().max() <= 1e-5:
+                return False
+    return True
+
+
+def test_cut_sequences_are_like_whole_ones():
+    assert like_one_process(cut.job_of, cut.forward, cut.backward)
+
+
+@pytest.mark.parametrize("bug", TRANSFERS)
+def test_a_bug_in_what_cut_sequences_get_is_noticed(bug):
+    names = planted(cut, *TRANSFERS[bug])
+    try:
+        right = like_one_process(names["job_of"], names["forward"], names["backward"])
+    except (RuntimeError, IndexError):  # offsets that the keys do not have
+        right = False
+    assert not right

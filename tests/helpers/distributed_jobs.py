@@ -522,7 +522,8 @@ def bad_varlen(what: str) -> str:
         mesh = init_device_mesh("cpu", (2,))
         q, k, v = (distribute_tensor(torch.randn(39, 4, 16), mesh, [Shard(0)]) for _ in range(3))
     keys = k[:10] if what == "keys" else k
-    return told(lambda: cp.attention_varlen(q, keys, v[: len(keys)], offsets, longest, impl="reference"))
+    given, method = (q, keys, v[: len(keys)]), "ulysses" if what == "heads" else "auto"
+    return told(lambda: cp.attention_varlen(*given, offsets, longest, method=method, impl="reference"))
 
 
 def where() -> tuple[list[int], list[int]]:
