@@ -21,6 +21,7 @@ from attnlib.bench import ranks
 from attnlib.bench.names import CONTROL
 from attnlib.bench.shapes import Shape
 from attnlib.distributed import api, links, rotation
+from attnlib.distributed.function import Attention
 from attnlib.distributed.groups import Group
 from attnlib.params import MaskWindow, Params
 
@@ -140,7 +141,7 @@ def without_transfers(case: Case, tensors: list[torch.Tensor]) -> Timed:
     params = Params(window, case.head_dim**-0.5, return_lse=True, impl=case.impl)
     method = api._decided("auto", *inputs[:2], dist.get_world_size(), window)
     job = rotation.Job(NoLinks(), params, method)
-    return Timed(lambda: api._Attention.apply(*inputs, job)[0], inputs)
+    return Timed(lambda: Attention.apply(*inputs, job, rotation)[0], inputs)
 
 
 def of_torch(case: Case, tensors: list[torch.Tensor], ours: bool = False) -> Timed:
