@@ -56,17 +56,18 @@ def _ask(ptr, batch, head, row, tile, g, m, columns: gl.constexpr, work, plan: g
 
 
 @gluon.jit
+def _ask_both(ahead, tile, g, m, work, plan: gl.constexpr):
+    values: gl.constexpr = plan.own_values if plan.own_values > 0 else plan.width
+    _ask(ahead.q_ptr, ahead.q_batch, ahead.q_head, ahead.q_row, tile, g, m, plan.width, work, plan)
+    _ask(ahead.do_ptr, ahead.do_batch, ahead.do_head, ahead.do_row, tile, g, m, values, work, plan)
+
+
+@gluon.jit
 def ask_ahead(tile, g, m, j, work, plan: gl.constexpr):
     """In step j of a tile, which copies block m: for the block that is `plan.ahead` behind it, and in the
     first step for those between."""
     ahead = work.ahead
-    values: gl.constexpr = plan.own_values if plan.own_values > 0 else plan.width
     if j == 0:
         for i in gl.static_range(1, plan.ahead):
-            _ask(
-                ahead.q_ptr, ahead.q_batch, ahead.q_head, ahead.q_row, tile, g, m + i, plan.width, work, plan
-            )
-            _ask(ahead.do_ptr, ahead.do_batch, ahead.do_head, ahead.do_row, tile, g, m + i, values, work, plan)
-    i: gl.constexpr = plan.ahead
-    _ask(ahead.q_ptr, ahead.q_batch, ahead.q_head, ahead.q_row, tile, g, m + i, plan.width, work, plan)
-    _ask(ahead.do_ptr, ahead.do_batch, ahead.do_head, ahead.do_row, tile, g, m + i, values, work, plan)
+            _ask_both(ahead, tile, g, m + i, work, plan)
+    _ask_both(ahead, tile, g, m + plan.ahead, work, plan)
