@@ -258,9 +258,6 @@ class Threads:
             return self._bar(operation, names)
         if operation == "pmevent":
             return None
-        if operation == "prefetch.global.L2":  # changes nothing but time
-            self.value(ADDRESS.search(line.rest).group(1)).check(self.active)
-            return None
         if operation == "nanosleep.u32":  # others go on
             return self.partition.program.machine.pause()
         target, *sources = names
@@ -353,12 +350,6 @@ class _Address:
 
     def __init__(self, pointer: Pointer, offset: np.ndarray) -> None:
         self.memory, self.start, self.offset = pointer.memory, int(pointer.offset), offset
-
-    def check(self, active: np.ndarray) -> None:
-        """IndexError if that of an active thread is outside of the memory."""
-        if active.any():
-            places = self.start + self.offset[active] // self.memory.element_size()
-            check_inside(self.memory, int(places.min()), int(places.max()))
 
     def words(self, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Memory as 32-bit words, and the one of each active thread."""

@@ -147,7 +147,6 @@ from attnlib.kernels.common.launch_order import overlap
 from attnlib.kernels.common.memory import barriers, matrix
 from attnlib.kernels.hopper import backward_tiles as tiling
 from attnlib.kernels.hopper import column_parts
-from attnlib.kernels.hopper.backward_ahead import Ahead
 from attnlib.kernels.hopper.backward_bulk import add_all, new_buffers, place_of_dq, tell_sums, write_sums
 from attnlib.kernels.hopper.backward_gradients import (
     await_room,
@@ -513,8 +512,6 @@ def attention_backward_hopper(
     keys_ptr=None, SHARE=None,  # of a shared plan: float32 sums instead of what desc_dk and desc_dv have
     desc_sums=None, desc_sums_right=None,  # of a bulk plan: what dq_ptr points to, LINE sums in a row
     tiles=None, counter_ptr=None,  # of a persistent plan: all tiles, and a counter of them that is 0
-    q_ptr=None, do_ptr=None, q_batch=None, q_head=None, q_row=None,  # of one that asks ahead: an `Ahead`
-    do_batch=None, do_head=None, do_row=None,
 ):
     """dK, dV, and the sum of dQ / sm_scale over all key blocks, over descriptors of rank 4, varlen 5; see the
     module docstring."""
@@ -575,7 +572,6 @@ def attention_backward_hopper(
     work = tiling.Work(
         S_q, S_k, H, GROUP, HEADS_KV, SECTION, LAST, num_m, num_n, right, left, cu_q, cu_k, i_b, turns_ptr,
         SHARE, tiles, counter_ptr, first, B,
-        Ahead(q_ptr, do_ptr, q_batch, q_head, q_row, do_batch, do_head, do_row) if plan.ahead > 0 else None,
     )  # fmt: skip
     # A consumer's number is a constant, so each has code of its own.
     registers: gl.constexpr = plan.registers

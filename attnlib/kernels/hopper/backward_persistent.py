@@ -58,7 +58,6 @@ from attnlib.kernels.common.preprocess import DELTA, LSE2
 from attnlib.kernels.common.tile_scheduler import draw, drawn, lanes
 from attnlib.kernels.common.words import new_words, put_word, word_in
 from attnlib.kernels.hopper import backward_tiles as tiling
-from attnlib.kernels.hopper.backward_ahead import ask_ahead
 from attnlib.kernels.hopper.backward_shared import copy_keys, copy_rows
 from attnlib.kernels.hopper.column_parts import nbytes
 
@@ -201,8 +200,6 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
                 asked = draw(work.counter_ptr)
             slot = slot_of(i)
             bar = mem.q_full.index(slot)
-            if plan.ahead > 0:
-                ask_ahead(tile, g, m, j, work, plan)
             acquire(Q_FREE, i)
             if j == 0:
                 _tell(mem, t, tiling.varlen_words(tile) if plan.varlen else (number,), plan)

@@ -39,7 +39,6 @@ class Work(NamedTuple):
     counter_ptr: gl.tensor = None  # from which they draw tiles
     first: gl.tensor = None  # tile of this program, see `backward_persistent.drawn_first`
     B: gl.tensor = None  # varlen sequences, where the plan says `persistent`
-    ahead: gl.tensor = None  # of a plan that asks ahead, see `backward_ahead`
 
 
 class Tile(NamedTuple):

@@ -35,8 +35,6 @@ class HopperBackwardConfig:
             thread, see `backward_ring.add_sums`; 0: never. Not with `bulk`.
         tail_apart: without a mask a consumer whose keys all exist has code of its own, in which no step looks
             for keys behind the last one. Up to 128 columns.
-        ahead: so many steps before it is copied, a block of Q and dO is asked for in the L2, see
-            `backward_ahead`; 0: it is not. Only where programs stay on their SM.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only beyond 128 columns is there a warpgroup for dQ.
         max_registers: of a thread when the program starts.
@@ -64,7 +62,6 @@ class HopperBackwardConfig:
     early_mask: bool = False
     pause_every: int = 0
     tail_apart: bool = False
-    ahead: int = 0
     masked_stagger: int = 0
     persistent: bool = False
     visited: int | None = None

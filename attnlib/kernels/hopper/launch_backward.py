@@ -97,7 +97,6 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "dq_ptr": Part("buffer"), "cu_q": Part("cu_q"), "cu_k": Part("cu_k"), "turns_ptr": first.turns,
             **({"keys_ptr": keys_ptr} if shared else {}),
             **({"counter_ptr": first.following} if persistent else {}),
-            **({"q_ptr": Part("q"), "do_ptr": Part("d_out")} if persistent and config.ahead else {}),
         },  # fmt: skip
         scalars={
             "qk_scale": call.sm_scale * LOG2_E,
@@ -116,7 +115,6 @@ def prepare(call: Signature) -> BackwardPlan | None:
             "B": B if call.varlen else None,
             **({"SHARE": keys.share} if shared else {}),
             **({"tiles": tiles} if persistent else {}),
-            **(_strides(call) if persistent and config.ahead else {}),
         },
         constants={
             "plan": make_plan(width, config, mask, call.varlen, shared, persistent),
@@ -129,15 +127,6 @@ def prepare(call: Signature) -> BackwardPlan | None:
     if shared:
         launches += keys.conversions(keys_ptr.start, dk.window, dv.window)
     return BackwardPlan(Launches(launches, call.device, TENSORS), first.elements, dq, dk, dv)
-
-
-def _strides(call: Signature) -> dict[str, int]:
-    """Those of Q and dO, as `backward_ahead` has them."""
-    found = {}
-    for name, strides in zip(("do", "q"), call.strides, strict=False):
-        batch, head, row = (0, strides[1], strides[0]) if call.varlen else strides[:3]
-        found |= {f"{name}_batch": batch, f"{name}_head": head, f"{name}_row": row}
-    return found
 
 
 def kernel_of(config: HopperBackwardConfig) -> str:
@@ -184,7 +173,6 @@ def make_plan(
     how = config.block_m, config.half_p, config.stagger, varlen, BackwardMask(**mask), Registers(*kept)
     how += config.deterministic, config.alternate
     hidden = mask["causal"] or mask["left"]
-    parts["ahead"] = config.ahead if persistent else 0
     parts["tail_apart"] = config.tail_apart and mask["tail"] and not hidden
     parts |= {"bulk": config.bulk, "masked_stagger": config.masked_stagger, "persistent": persistent}
     if config.columns:

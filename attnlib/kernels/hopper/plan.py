@@ -191,7 +191,6 @@ class BackwardPlan(Constants):
         added: where they do, in one place, else each in its own.
         tail_apart: no keys are hidden but those behind the last one, and a consumer without any of these has
             code of its own.
-        ahead: so many steps before it is copied, a block of Q and dO is asked for in the L2; 0: it is not.
     """
 
     d: int
@@ -211,7 +210,6 @@ class BackwardPlan(Constants):
     added: bool = False
     pause_every: int = 0
     tail_apart: bool = False
-    ahead: int = 0
 
     block_n = gl.constexpr(128)  # keys of a program, 64 in a buffer
     # Keys may be seen by no query.

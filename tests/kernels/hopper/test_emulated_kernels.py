@@ -431,23 +431,6 @@ def test_steps_that_see_no_tail(name: str, order: str) -> None:
     assert check_backward(replace(call, config=config), order, sms=SMS[order]).reports[-1].unwaited == ()
 
 
-AHEAD = {
-    "64 columns, bulk, varlen": Call(64, 2, 1, varlen=((40, 70), (0, 300), (350, 130), (128, 128))),
-    "96 columns, batches": Call(96, 2, 1, 330, 200, causal=False, B=2),
-    "128 columns": Call(128, 2, 2, 460, 300),
-    "64 columns, values of 128": Call(64, 1, 1, 330, 300, causal=False, D_v=128),
-}
-
-
-@pytest.mark.parametrize(("name", "order"), in_turn(AHEAD, ORDERS))
-def test_who_asks_ahead(name: str, order: str) -> None:
-    """What is asked for lies within Q and dO, which the emulator checks."""
-    call = AHEAD[name]
-    config = backward_config(call.D, call.D_v or call.D)
-    config = replace(config, persistent=True, ahead=3, visited=call.H // call.H_kv, bulk="bulk" in name)
-    assert check_backward(replace(call, config=config), order, sms=SMS[order]).reports[-1].unwaited == ()
-
-
 # ---------------------------------------------------------------- the same bits
 
 
