@@ -40,6 +40,23 @@ class Encoded(ctypes.Structure):
     ]
 
 
+BYTES = dict(enumerate((1, 2, 4, 4, 8, 8, 2, 4, 8, 2)))
+"""Of an element, by the driver's number of its dtype."""
+L2_128B, L2_256B = 2, 3
+
+
+def promoted(parameter: bytes) -> bytes:
+    """A kernel's parameter as `direct.c` passes it, made of Triton's: the L2 reads 256 bytes for a descriptor
+    of rows that have so many, where Triton always says 128."""
+    made = Encoded.from_buffer_copy(parameter)
+    if made.rank == 0:  # a number or a pointer, and zeros behind it
+        return parameter
+    assert made.promotion == L2_128B
+    if made.shape[0] * BYTES[made.dtype] >= 256:
+        made.promotion = L2_256B
+    return bytes(made) + parameter[ctypes.sizeof(made) :]
+
+
 class Launched(ctypes.Structure):
     """A launch as the driver was asked for it; the bytes of each parameter."""
 
@@ -58,11 +75,13 @@ class Launched(ctypes.Structure):
     def parameters(self) -> list[bytes]:
         return [bytes(value) for value in self.values[: self.params]]
 
-    def described(self) -> dict:
-        """All of it but the context, which a launch of either way finds as it is."""
+    def described(self, by_triton: bool = False) -> dict:
+        """All of it but the context, which a launch of either way finds as it is. by_triton: of a launch that
+        Triton has made, what `direct.c` makes of it."""
         names = "function", "stream", "shared", "attributes"
         plain = {name: getattr(self, name) for name in names}
-        return plain | {"grid": [*self.grid], "block": [*self.block], "parameters": self.parameters()}
+        parameters = [*map(promoted, self.parameters())] if by_triton else self.parameters()
+        return plain | {"grid": [*self.grid], "block": [*self.block], "parameters": parameters}
 
 
 class FakeDriver:

@@ -3,7 +3,8 @@
    A launch is described once, by `attnlib.kernels.common.direct.pack`, as a block of bytes: a header, the
    kernel's parameters in order, and its TMA descriptors. What changes from call to call is the stream and the
    addresses of the tensors. So a launch encodes the descriptors, puts the addresses where they belong, and
-   calls the driver; Python binds no argument. */
+   calls the driver; Python binds no argument. The driver gets what it gets from Triton, but for one property of
+   descriptors (`promotion`). */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -134,6 +135,15 @@ static void mend(CUtensorMap *made, const Map *map) {
   if ((int32_t)reach < 128 * 1024) ((uint64_t *)made)[1] &= ~(1ull << 21);
 }
 
+/* How much the L2 reads from memory where a copy misses it. A copy has up to 128 bytes of a row, and Triton always
+   asks for 128. Where rows have 256 bytes or more, what lies beside them is needed soon, by the copy of the next
+   columns. Where the rows of a head lie apart, as in (B, S, H, D), memory would open a page of its own for each
+   half of a row. docs/lab/hopper-backward.md, 2026-12-01, has the times. */
+static CUtensorMapL2promotion promotion(const Map *map) {
+  return map->shape[0] * map->element < 256 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                            : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+}
+
 /* Launch one kernel. With OVERLAPS it may begin before the kernel ahead of it in the stream is done: it waits
    for that itself (griddepcontrol.wait). */
 static CUresult enqueue(const Header *header, CUstream stream, void **values) {
@@ -178,7 +188,7 @@ static size_t launch_one(const char *bytes, size_t left, CUstream stream, const 
     CUresult result = encode(
         &maps[i], (CUtensorMapDataType)map->dtype, map->rank, (void *)(addresses[map->tensor] + map->offset),
         (const cuuint64_t *)map->shape, (const cuuint64_t *)map->strides, map->box, every_element,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, (CUtensorMapSwizzle)map->swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, (CUtensorMapSwizzle)map->swizzle, promotion(map),
         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS) {
       failed("cuTensorMapEncodeTiled", result);

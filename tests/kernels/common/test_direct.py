@@ -1,4 +1,5 @@
-"""What reaches the driver by `direct.c` is what Triton's own launcher passes, byte by byte; and its errors.
+"""What reaches the driver by `direct.c` is what Triton's own launcher passes, byte by byte, but for what
+the L2 reads for long rows (`fake_driver.promoted`); and its errors.
 
 Both are compiled here and call a driver that writes down what it gets. tests/compile/test_direct_launch.py
 does the same with the package's kernels.
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from fake_driver import STREAM, Encoded, cuda  # noqa: F401  (a fixture)
+from fake_driver import L2_128B, L2_256B, STREAM, Encoded, cuda  # noqa: F401  (a fixture)
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import build
 from triton.runtime.build import compile_module_from_src
@@ -69,12 +70,13 @@ class Kernel:
         return [*found, 8, 8]  # and two pointers to scratch memory
 
     def by_triton(self, arguments: dict) -> dict:
-        """The launch that Triton makes of the arguments, as `CompiledKernel.__getitem__` does."""
+        """The launch that Triton makes of the arguments, as `CompiledKernel.__getitem__` does, but for what
+        `direct.c` does otherwise."""
         metadata = self.metadata.num_warps, self.metadata.num_ctas, self.metadata.shared
         in_order = [arguments[name] for name in self.src.signature]
         self.run(*GRID, STREAM, self.function, metadata, None, None, None, *in_order)
         [launched] = self.cuda.driver.launches()
-        return launched.described()
+        return launched.described(by_triton=True)
 
     def directly(self, places: dict, values: dict, tensors: tuple) -> dict:
         """The same by `direct`."""
@@ -119,6 +121,9 @@ def test_a_launch_that_may_begin_before_the_one_ahead_is_done(cuda):
 # name -> (type, form, shape, strides, element that it begins with), of a tensor of enough elements
 DESCRIPTORS = {
     "batch": ("fp16[1, 1, 64, 64]", form(1, 1, 64, 64), (1, 2, 70, 64), (8960, 4480, 64, 1), 0),
+    "rows of 256 bytes": (
+        "fp16[1, 1, 64, 64]", form(1, 1, 64, 64), (1, 2, 70, 128), (17920, 128, 256, 1), 0
+    ),
     "bfloat16": ("bf16[1, 1, 64, 64]", form(1, 1, 64, 64, elem_type=10), (2, 1, 9, 64), (640, 640, 64, 1), 0),
     "float32": (
         "fp32[1, 1, 16]", form(1, 1, 16, elem_size=4, elem_type=7, swizzle=0), (2, 3, 128), (384, 128, 1), 256
@@ -153,7 +158,8 @@ def test_descriptors(name, cuda):
         assert made.strides[3] == 2 * (2**34 - 128)
     assert [*made.box][:rank] == [*reversed(meta["block_size"])] and set(made.steps[:rank]) == {1}
     assert made.dtype == nvidia.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    assert (made.swizzle, made.interleave, made.fill) == (meta["swizzle"], 0, 0) and made.promotion == 2
+    assert (made.swizzle, made.interleave, made.fill) == (meta["swizzle"], 0, 0)
+    assert made.promotion == (L2_256B if name in ("rows of 256 bytes", "float32") else L2_128B)
     assert bool(made.small) == (UNMENDED or name == "large")
 
 
@@ -209,6 +215,7 @@ FAULTS = {
     "the grid is turned": ("grid[1], grid[2], header->threads", "grid[2], grid[1], header->threads"),
     "no shared memory": ("header->threads, 1, 1, header->shared_bytes", "header->threads, 1, 1, 0"),
     "another promotion": ("PROMOTION_L2_128B", "PROMOTION_NONE"),
+    "all rows are long": ("map->element < 256", "map->element < 32"),
     "no swizzling": ("(CUtensorMapSwizzle)map->swizzle", "CU_TENSOR_MAP_SWIZZLE_NONE"),
     "numbers begin with their upper half": ("(void *)&param->value", "(char *)&param->value + 4"),
     "the stream is the default one": ("shared_bytes, stream,", "shared_bytes, 0,"),
