@@ -120,6 +120,10 @@ OPTION_SPILLS = {
     (96, "turns causal"): 20, (96, "turns shared causal"): 12, (96, "turns both sides"): 20,
     (128, "turns causal"): 10, (128, "turns dense"): 6, (128, "turns shared causal"): 8,
     (128, "turns both sides"): 8,
+    (64, "turns bulk late whole two loops rotated varlen dense"): 4, (80, "turns rotated dense"): 14,
+    (80, "persistent rotated varlen dense"): 10, (96, "persistent rotated dense"): 14,
+    (96, "turns two loops rotated tail"): 14, (128, "rotated dense"): 4, (128, "turns rotated dense"): 6,
+    (128, "turns rotated varlen dense"): 8, (128, "turns rotated shared dense"): 6,
 }  # fmt: skip
 """The kinds that are compiled with an option, and words that may spill there. Turns at a sum take more
 numbers to keep."""
@@ -149,6 +153,7 @@ SPILLS_OF_VALUES = {
     ("128/64", "turns both sides"): 2, ("128/64", "turns shared causal"): 0,
     ("128/64", "ordered turns causal"): 2, ("128/64", "ordered turns apart causal"): 0,
     ("128/64", "deterministic causal"): 0, ("128/64", "apart causal"): 0, ("128/64", "bulk causal"): 0,
+    ("64/128", "turns rotated dense"): 2, ("128/64", "turns rotated dense"): 0,
     **dict.fromkeys(product(WIDE_VALUES, ("causal", "dense", "both sides", "varlen window")), 0),
     ("64/256", "shared causal"): 0, ("64/256", "deterministic causal"): 0, ("64/256", "early causal"): 0,
     ("128/256", "early both sides"): 2, ("128/256", "deterministic varlen window"): 0,
@@ -158,7 +163,7 @@ SPILLS_OF_VALUES = {
 FIRST = [
     (64, "turns bulk whole causal"), (64, "persistent bulk dense"), (64, "turns bulk whole shared causal"),
     (64, "turns bulk whole varlen window"), (64, "turns bulk late varlen dense"), (128, "turns varlen"),
-    (96, "turns two loops tail"),
+    (96, "turns two loops rotated tail"), (128, "turns rotated dense"), (80, "turns rotated dense"),
     (128, "turns shared varlen"), (96, "persistent varlen dense"), (80, "turns causal"), (96, "turns causal"),
     (128, "ordered turns causal"), (128, "ordered turns apart causal"), (128, "turns causal"),
     (128, "apart causal"), (128, "deterministic varlen window"),
@@ -166,7 +171,7 @@ FIRST = [
     (64, "ordered turns bulk dense"),
     (256, "shared causal"), (256, "deterministic varlen window"), (192, "dense"),
     (192, "shared varlen"), (160, "causal"), (PAIR, "early both sides"),
-    ("64/128", "turns causal"), ("128/64", "turns dense"), ("64/128", "varlen window"),
+    ("64/128", "turns causal"), ("128/64", "turns rotated dense"), ("64/128", "varlen window"),
     ("128/64", "turns shared causal"), ("64/256", "early causal"), ("128/256", "dense"),
 ]  # fmt: skip
 """What calls get by themselves, of each width and with each option."""
@@ -194,6 +199,9 @@ LATE = {"early_mask": False}
 FORMS |= {f"turns bulk late{name}": FORMS[f"turns bulk{name}"] | LATE for name in ("", " whole")}
 APART = "turns", "turns bulk late whole"
 FORMS |= {f"{name} two loops": FORMS[name] | {"tail_apart": True} for name in APART}
+ROTATED = "turns", "persistent", "turns two loops", "turns bulk late whole two loops"
+FORMS |= {f"{name} rotated": FORMS[name] | {"rotated": True} for name in ROTATED}
+FORMS["rotated"] = {"rotated": True}
 FORMS |= {f"{name} shared": form for name, form in FORMS.items() if form.get("persistent")}
 FORMS["pauses"] = {"pause_every": 4}
 FORMS["third early"] = {"pause_every": 3, "early_mask": True}

@@ -21,6 +21,7 @@ otherwise, 2 without a Hopper GPU. docs/lab/hopper-backward.md has what came of 
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -126,10 +127,12 @@ def calls_of(cell: Cell, forms: Forms, *tensors: Tensor) -> dict[str, Callable[[
 
 
 def add_peer(calls: dict[str, Callable], cell: Cell, *tensors: Tensor) -> None:
-    """FlashAttention-3 beside them, where it is there; not beside varlen sequences."""
+    """FlashAttention-3 beside them, where it is there and takes such values; not beside varlen sequences."""
     kind = KINDS[cell.kind]
     peer = peers.fa3(kind.window)
-    if not kind.varlen and not peer.available():
+    if kind.varlen or peer.available():
+        return
+    with contextlib.suppress(RuntimeError):  # it refuses 128 columns beside values of 64
         calls[FA3] = peer.make_backward(*tensors, cell.shape.causal, cell.shape.head_dim**-0.5)
 
 

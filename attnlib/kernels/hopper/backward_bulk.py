@@ -100,7 +100,7 @@ def _add_tile(descs, mem, tile, after, work, plan: gl.constexpr):
         n = (tile.m_end - tile.m_start) * work.GROUP
         block = tiling.first_sums(tile, work, plan)
         gap = tiling.gap(tile, work, plan)
-        m = tile.m_start
+        m = tile.m_first
         parts: gl.constexpr = len(descs)
         for j in range(n):
             line = block * (plan.block_m * plan.width // LINE)

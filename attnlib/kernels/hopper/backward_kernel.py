@@ -405,7 +405,7 @@ def _steps(
     dtype: gl.constexpr = mem.k[0].dtype
     parts: gl.constexpr = len(mem.k)
     row = tile.start + WG * 64  # first key
-    m = tile.m_start
+    m = tile.m_first
     dk = column_parts.zeros(plan.d_layout, plan)
     dv = zero_values(plan)
     for j in range(n):

@@ -193,7 +193,7 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
         at = tiling.queries(tile, work, plan)
         first = set_of(t)
         n = (tile.m_end - tile.m_start) * work.GROUP
-        m = tile.m_start
+        m = tile.m_first
         g = 0
         for j in range(n):
             if j == n - 1:  # earlier, and an idle program could have computed the tile
@@ -218,7 +218,7 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
             m += 1
             if m == tile.m_end:
                 m = tile.m_start
-                g += 1
+                g += 0 if plan.rotated else 1
         if plan.deterministic:  # there are more draws than tiles, so none of them sets the counter back
             number = drawn(asked, work.counter_ptr, 0, 0)
         else:

@@ -108,7 +108,7 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
     q_bytes: gl.constexpr = nbytes(desc_q) + desc_rows.block_type.nbytes
     do_bytes: gl.constexpr = nbytes(desc_do) + desc_rows.block_type.nbytes
     copy_keys(desc_k, tile, mem.k_full, 0, mem.k, 0, work, plan)
-    m = tile.m_start
+    m = tile.m_first
     g = 0
     for j in range(n):
         slot = slot_of(j)
@@ -125,4 +125,4 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
         m += 1
         if m == tile.m_end:
             m = tile.m_start
-            g += 1
+            g += 0 if plan.rotated else 1

@@ -42,7 +42,11 @@ class Work(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A block of keys, and the blocks of queries m_start .. m_end - 1 that see one of them.
+    """A block of keys, and the blocks of queries m_start .. m_end - 1 that see one of them. A program begins
+    with `m_first`. That is the first one, or, of a `rotated` plan, the one beside its keys, and those before
+    it come last. Under a diagonal programs of a head begin at different blocks anyway. Without one, all would
+    begin at the same block and go on together: each new block of Q and dO comes from memory, not from the L2,
+    while all of them wait for it, and all add to the same block of dQ.
 
     A program visits GROUP query heads: all that share the keys, or, of a shared plan, every SHARE-th part of
     them. Heads of keys are counted with SHARE copies then.
@@ -52,6 +56,7 @@ class Tile(NamedTuple):
     start: gl.tensor  # first key
     m_start: gl.tensor
     m_end: gl.tensor
+    m_first: gl.tensor
     S_q: gl.tensor
     S_k: gl.tensor
     end_q: gl.tensor  # of the varlen sequence
@@ -187,7 +192,10 @@ def _tile(head, start, m_end, S_q, S_k, end_q, end_k, work, plan: gl.constexpr):
         m_start = gl.minimum(m_start, m_end)
     if plan.persistent:
         m_start, m_end = _two_blocks(m_start, m_end, plan)
-    return Tile(head, start, m_start, m_end, S_q, S_k, end_q, end_k)
+    m_first = m_start
+    if plan.rotated:
+        m_first += start // plan.block_m % gl.maximum(m_end - m_start, 1)
+    return Tile(head, start, m_start, m_end, m_first, S_q, S_k, end_q, end_k)
 
 
 @gluon.jit
@@ -324,9 +332,9 @@ def first_sums(tile, work, plan: gl.constexpr):
     i_b, i_kv = _split(tile, work)
     if plan.varlen:
         num_m = gl.cdiv(tile.S_q, plan.block_m)
-        return _first_rows(i_b, tile, plan) * work.H + i_kv * work.GROUP * num_m + tile.m_start
+        return _first_rows(i_b, tile, plan) * work.H + i_kv * work.GROUP * num_m + tile.m_first
     else:
-        return (i_b * work.H + i_kv * work.GROUP) * work.num_m + tile.m_start
+        return (i_b * work.H + i_kv * work.GROUP) * work.num_m + tile.m_first
 
 
 @gluon.jit
@@ -350,7 +358,10 @@ def key_sums(ptr, WG: gl.constexpr, tile, work, plan: gl.constexpr):
 
 @gluon.jit
 def gap(tile, work, plan: gl.constexpr):
-    """Blocks of sums between the last one of a head and the first one of the next, that are not visited."""
+    """Blocks of sums between the last one of a head and the first one that is visited then, of the next head
+    or, of a rotated plan, of the same one."""
+    if plan.rotated:
+        return tile.m_start - tile.m_end
     num_m = gl.cdiv(tile.S_q, plan.block_m) if plan.varlen else work.num_m
     return num_m - (tile.m_end - tile.m_start)
 

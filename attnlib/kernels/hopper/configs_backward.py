@@ -35,6 +35,8 @@ class HopperBackwardConfig:
             thread, see `backward_ring.add_sums`; 0: never. Not with `bulk`.
         tail_apart: without a mask a consumer whose keys all exist has code of its own, in which no step looks
             for keys behind the last one. Up to 128 columns.
+        rotated: where every query sees every key, a program that visits one query head begins with the block
+            of queries beside its keys, and goes round. Up to 128 columns; not where sums have an order.
         consumer_registers, dq_registers, producer_registers: of a thread, after the program has shared them
             out anew. Only beyond 128 columns is there a warpgroup for dQ.
         max_registers: of a thread when the program starts.
@@ -62,6 +64,7 @@ class HopperBackwardConfig:
     early_mask: bool = False
     pause_every: int = 0
     tail_apart: bool = False
+    rotated: bool = False
     masked_stagger: int = 0
     persistent: bool = False
     visited: int | None = None
@@ -71,7 +74,7 @@ class HopperBackwardConfig:
     """Of each part of a tile, where it has parts."""
 
     def __post_init__(self) -> None:
-        for option in ("alternate", "bulk", "persistent", "tail_apart"):
+        for option in ("alternate", "bulk", "persistent", "tail_apart", "rotated"):
             if getattr(self, option) and self.block_n != 128:
                 raise ValueError(f"{option}: expected False with block_n={self.block_n}, got True")
         if self.deterministic and self.visited is not None and self.added:
@@ -330,25 +333,26 @@ _IN_TURNS = {"alternate": True}
 _IN_TURNS_WHOLE = {"alternate": True, "bulk": True, "half_p": False}
 _IN_TURNS_64 = _IN_TURNS_WHOLE | {"early_mask": True}
 _IN_TURNS_96 = {"alternate": True, "early_mask": True}
+_ROTATED = {"rotated": True}
 _STAYS = {
     64: ({"bulk": True}, _IN_TURNS_64),
-    80: (_IN_TURNS, _IN_TURNS),
+    80: (_IN_TURNS | _ROTATED, _IN_TURNS),
     96: ({}, _IN_TURNS),
-    128: (_IN_TURNS | {"pause_every": 8}, _IN_TURNS | {"pause_every": 4}),
+    128: (_IN_TURNS | _ROTATED | {"pause_every": 8}, _IN_TURNS | {"pause_every": 4}),
 }
 """Width of a tile -> what changes where programs stay on their SM: without a mask, with one. Consumers of
 such programs drift apart, and those that alternate stay half a step apart. Found by measurement on an H100
-(docs/lab/hopper-backward.md), as all that follows but what says otherwise; the pause without a mask on an
-H200."""
+(docs/lab/hopper-backward.md), as all that follows but what says otherwise; the pause without a mask, and what
+is rotated, on an H200."""
 _STAYS_FLOAT16 = {"alternate": True, "bulk": True}
 """The same of float16 in 64 columns without a mask, whose P takes fewer instructions to unpack."""
-_TAILS = {96: _IN_TURNS | {"tail_apart": True}, 128: {"pause_every": 0}}
+_TAILS = {96: _IN_TURNS | _ROTATED | {"tail_apart": True}, 128: {"pause_every": 0}}
 """What changes besides without a mask, where keys end within a block; found on an H200."""
 _VARLEN_STAYS = {
-    64: (_IN_TURNS_WHOLE | {"tail_apart": True}, _IN_TURNS_64),
-    80: ({}, _IN_TURNS),
+    64: (_IN_TURNS_WHOLE | _ROTATED | {"tail_apart": True}, _IN_TURNS_64),
+    80: (_ROTATED, _IN_TURNS),
     96: ({}, _IN_TURNS),
-    128: (_IN_TURNS, _IN_TURNS | {"pause_every": 4}),
+    128: (_IN_TURNS | _ROTATED, _IN_TURNS | {"pause_every": 4}),
 }
 """Of varlen sequences what `_STAYS` has of batches, found on an H200."""
 _IN_ORDER = {64: (_IN_TURNS_WHOLE, _IN_TURNS_64), 96: (_IN_TURNS, _IN_TURNS_96)}
@@ -357,9 +361,10 @@ _IN_ORDER_STAYS = {64: (None, _IN_TURNS_64), 96: (None, _IN_TURNS_96), 128: (_IN
 """And in programs that stay; None: those of one tile are as fast, but see `_stays_in_order`. At D = 128
 without a mask programs stay at all lengths: they take 1.018 times a call without an order at 4096 tokens,
 those of one tile 1.046, and at 16384 tokens 1.013 and 1.006."""
-LONG_ROWS, LONG_STAGGER = 16384, 1200
-"""From so many rows on, programs of 128 columns without a mask have one tile, and this `stagger`, where sums
-have no order."""
+LONG_ROWS = 16384
+LONG_128 = {"stagger": 1200} | _ROTATED
+"""From so many rows on, programs of 128 columns without a mask have one tile, and these options, where sums
+have no order. Those of 96 columns stay, and are rotated."""
 
 
 def _stays_in_order(width: int, kind: BackwardKind) -> dict | None:
@@ -434,10 +439,12 @@ def hopper_backward_config(
     if not stays:
         return chosen
     if width == 128 and split is None and kind.long and not kind.masked and not kind.varlen:
-        return replace(chosen, stagger=LONG_STAGGER)
+        return replace(chosen, **LONG_128)
     changes = (_VARLEN_STAYS if kind.varlen else _STAYS)[split or width][kind.masked]
     if kind.tail and not kind.masked:
         changes = changes | _TAILS.get(split or width, {})
+    if split == 96 and kind.long and not kind.masked and not kind.varlen:
+        changes = changes | _ROTATED
     if width == 64 and kind.float16 and not kind.masked:
         changes = _STAYS_FLOAT16
     return replace(chosen, persistent=True, **changes)

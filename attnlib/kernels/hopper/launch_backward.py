@@ -1,5 +1,6 @@
 """Launch the Hopper backward kernel, the pass before it, and the conversion of its sums to dQ."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -89,6 +90,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
     made = () if shared else (dk.window, dv.window)
     mask = {"causal": right is not None, "shifted": bool(right), "left": left is not None}
     mask["tail"] = right != 0 and (call.varlen or S_k % config.block_n != 0)
+    form = replace(config, rotated=config.rotated and visited == 1)
     launch = Launch(
         kernel_of(config),
         (programs, 1, 1),
@@ -117,7 +119,7 @@ def prepare(call: Signature) -> BackwardPlan | None:
             **({"tiles": tiles} if persistent else {}),
         },
         constants={
-            "plan": make_plan(width, config, mask, call.varlen, shared, persistent),
+            "plan": make_plan(width, form, mask, call.varlen, shared, persistent),
             "OVERLAPS": overlaps,
             **({"desc_dk": None, "desc_dv": None} if shared else {}),
         },
@@ -174,6 +176,7 @@ def make_plan(
     how += config.deterministic, config.alternate
     hidden = mask["causal"] or mask["left"]
     parts["tail_apart"] = config.tail_apart and mask["tail"] and not hidden
+    parts["rotated"] = config.rotated and not hidden and not config.deterministic
     parts |= {"bulk": config.bulk, "masked_stagger": config.masked_stagger, "persistent": persistent}
     if config.columns:
         left, right = config.columns

@@ -191,6 +191,8 @@ class BackwardPlan(Constants):
         added: where they do, in one place, else each in its own.
         tail_apart: no keys are hidden but those behind the last one, and a consumer without any of these has
             code of its own.
+        rotated: every query sees every key, programs visit one query head, and each begins with another block
+            of its queries.
     """
 
     d: int
@@ -210,6 +212,7 @@ class BackwardPlan(Constants):
     added: bool = False
     pause_every: int = 0
     tail_apart: bool = False
+    rotated: bool = False
 
     block_n = gl.constexpr(128)  # keys of a program, 64 in a buffer
     # Keys may be seen by no query.
@@ -312,7 +315,7 @@ class WideBackwardPlan(Constants):
     pause_every: int = 0
 
     block_n = gl.constexpr(64)  # keys of a program
-    persistent = gl.constexpr(False)
+    persistent = rotated = gl.constexpr(False)
     # They may be seen by no query.
     sparse = property(lambda self: gl.constexpr(self.mask.left.value or self.varlen.value))
     backwards = property(lambda self: gl.constexpr(self.deterministic.value and self.mask.causal.value))
@@ -374,7 +377,7 @@ class Keys96BackwardPlan(Constants):
     last = property(lambda self: gl.constexpr(self.width.value - 128))  # columns of part 2 that are used
     sums_width = property(lambda self: gl.constexpr(192 + 64 * self.value_parts.value))  # of dK and dV
     few, step, consumers = gl.constexpr(True), gl.constexpr(64), gl.constexpr(3)  # as in `BackwardPlan`
-    persistent = gl.constexpr(False)
+    persistent = rotated = gl.constexpr(False)
     backwards = property(lambda self: gl.constexpr(self.deterministic.value and self.mask.causal.value))
     # They may be seen by no query.
     sparse = property(lambda self: gl.constexpr(self.mask.left.value or self.varlen.value))

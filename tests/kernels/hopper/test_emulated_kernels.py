@@ -431,6 +431,34 @@ def test_steps_that_see_no_tail(name: str, order: str) -> None:
     assert check_backward(replace(call, config=config), order, sms=SMS[order]).reports[-1].unwaited == ()
 
 
+ROTATED = {
+    "64 columns, stays, bulk": Call(64, 2, 1, 300, 400, causal=False),
+    "128 columns, stays": Call(128, 3, 1, 330, 256, causal=False, dtype=torch.bfloat16),
+    "128 columns, stays, more keys than queries": Call(128, 1, 1, 130, 600, causal=False, B=2),
+    "72 of 80 columns, stays": Call(72, 2, 2, 200, 300, causal=False, B=2),
+    "96 columns, varlen, stays": Call(
+        96, 2, 1, varlen=((40, 70), (0, 300), (150, 130), (128, 1), (200, 300)), causal=False
+    ),
+    "64 columns, varlen, stays, bulk": Call(64, 1, 1, varlen=((40, 170), (190, 300)), causal=False),
+    "128 columns, varlen": Call(128, 1, 1, varlen=((40, 170), (0, 20), (190, 300)), causal=False),
+    "112 columns": Call(112, 1, 1, 200, 300, causal=False),
+    "64 columns, values of 128, stays": Call(64, 2, 1, 200, 300, D_v=128, causal=False),
+    "128 columns, a diagonal, stays": Call(128, 1, 1, 300, 300),
+}
+
+
+@pytest.mark.parametrize(("name", "order"), in_turn(ROTATED, ORDERS))
+def test_programs_that_begin_at_different_queries(name: str, order: str) -> None:
+    """Where all of them visit all queries: under a diagonal the option changes nothing."""
+    call = ROTATED[name]
+    config = replace(hopper_backward_config(call.D), rotated=True, visited=1)
+    if call.D_v is not None:
+        config = replace(backward_config(call.D, call.D_v), rotated=True, visited=1)
+    if "stays" in name:
+        config = replace(config, persistent=True, alternate=True, bulk="bulk" in name)
+    assert check_backward(replace(call, config=config), order, sms=SMS[order]).reports[-1].unwaited == ()
+
+
 # ---------------------------------------------------------------- the same bits
 
 

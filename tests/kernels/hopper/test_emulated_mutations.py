@@ -111,6 +111,15 @@ BACKWARD = {
     "persistent, varlen, dense": Call(
         64, 2, 1, causal=False, varlen=((40, 170), (100, 290)), config=PERSISTENT[64]
     ),
+    "rotated": Call(
+        128, 1, 1, 320, 400, causal=False, B=2, config=replace(PERSISTENT[128], alternate=True, rotated=True)
+    ),
+    "rotated, one tile": Call(
+        128, 1, 1, 320, 400, causal=False, B=2, config=replace(hopper_backward_config(128), rotated=True)
+    ),
+    "rotated, bulk": Call(
+        64, 1, 1, 320, 400, causal=False, B=2, config=replace(PERSISTENT[64], bulk=True, rotated=True)
+    ),
     "tail apart": Call(
         96, 1, 1, 130, 1, False, sm_scale=4.0,
         config=replace(PERSISTENT[96], alternate=True, tail_apart=True),
@@ -503,6 +512,21 @@ MUTATIONS = [
     tiles("what is behind a sequence counts", "AssertionError|IndexError",
           ("        return m * plan.block_m >= tile.S_q\n", "        return m < 0\n"),
           call="persistent, varlen, dense"),
+    tiles("sums go on behind the last block", "AssertionError|IndexError",
+          ("return tile.m_start - tile.m_end\n", "return tile.m_end * 0\n"), call="rotated"),
+    tiles("sums begin with the first block", "AssertionError",
+          ("work.GROUP) * work.num_m + tile.m_first", "work.GROUP) * work.num_m + tile.m_start"),
+          call="rotated, bulk"),
+    tile("copies begin with the first block", "AssertionError",
+         ("m = tile.m_first", "m = tile.m_start"), call="rotated"),
+    tile("copies go on with the next head", "AssertionError",
+         ("g += 0 if plan.rotated else 1", "g += 1"), call="rotated"),
+    shared("copies of one tile go on with the next head", "AssertionError",
+           ("g += 0 if plan.rotated else 1", "g += 1"), call="rotated, one tile"),
+    bulk("sums are added from the first block on", "AssertionError",
+         ("m = tile.m_first", "m = tile.m_start"), call="rotated, bulk"),
+    backward("the block before the first one is that of the head before", "AssertionError|IndexError",
+             ("gl.where(m == tile.m_start, gap, 0)", "0 * gap"), call="rotated"),
     tiles("varlen tiles of one step", f"{DEADLOCK}|{TAKEN}|{COUNT}|AssertionError",
           ("plan.mask.left or plan.varlen:\n", "plan.mask.left:\n"), call="persistent, varlen, dense"),
     tile("gradients are overwritten while they leave", READING,

@@ -343,7 +343,7 @@ def test_only_two_equal_consumers_alternate() -> None:
         replace(hopper_backward_config(256), alternate=True)
 
 
-@pytest.mark.parametrize("option", ["bulk", "persistent", "tail_apart"])
+@pytest.mark.parametrize("option", ["bulk", "persistent", "tail_apart", "rotated"])
 def test_the_wide_kernel_does_without(option: str) -> None:
     with pytest.raises(ValueError, match=f"^{option}: expected False with block_n=64, got True$"):
         replace(hopper_backward_config(256), **{option: True})
@@ -366,6 +366,40 @@ def test_which_calls_have_their_tail_apart() -> None:
     varlen = {dtype: BackwardKind(varlen=True, float16=dtype) for dtype in (False, True)}
     assert [hopper_backward_config(64, False, True, kind).half_p for kind in varlen.values()] == [False, True]
     assert not hopper_backward_config(96, False, True).alternate
+
+
+def test_which_calls_are_rotated() -> None:
+    """Without a mask: batches of 65 to 80 and of 97 to 128 columns; those of 81 to 96 where keys end within a
+    block or there are many; varlen sequences but of 81 to 96 columns, up to 64 in bfloat16."""
+
+    def rotated(columns: int, **kind: bool) -> bool:
+        return hopper_backward_config(columns, stays=True, kind=BackwardKind(**kind)).rotated
+
+    for columns in (64, 80, 96, 112, 128):
+        assert rotated(columns) is rotated(columns, float16=True) is (columns in (80, 112, 128))
+        assert rotated(columns, tail=True) is rotated(columns, long=True) is (columns > 64)
+        assert rotated(columns, varlen=True) is (columns != 96)
+        assert not rotated(columns, masked=True) and not rotated(columns, masked=True, varlen=True)
+    assert not rotated(64, varlen=True, float16=True) and not rotated(192) and not rotated(256)
+
+
+def test_a_plan_is_rotated_where_all_queries_see_all_keys() -> None:
+    config = replace(hopper_backward_config(128), rotated=True)
+    for causal, left, deterministic in product((False, True), repeat=3):
+        mask = {"causal": causal, "shifted": causal, "left": left, "tail": True}
+        asked = replace(config, deterministic=deterministic)
+        plan = launch_backward.make_plan(128, asked, mask, varlen=False)
+        assert plan.rotated.value is not (causal or left or deterministic)
+
+
+@pytest.mark.parametrize("visited", [1, 2])
+def test_programs_that_visit_several_heads_are_not_rotated(visited: int) -> None:
+    shape, strides = (1, 2, 300, 128), (2 * 300 * 128, 300 * 128, 128, 1)
+    config = replace(hopper_backward_config(128), rotated=True, visited=visited)
+    dense, keys = MaskWindow(None, None), (1, 1, 300, 128)
+    call = Signature(shape, keys, (strides,) * 5, torch.float16, 0, dense, 1.0, None, False, config)
+    launch = launch_backward.prepare(call).launches.launches[1]
+    assert launch.constants["plan"].rotated.value is (visited == 1)
 
 
 def test_a_mask_has_no_tail_apart() -> None:
