@@ -215,10 +215,7 @@ def produce_tiles(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, work, plan: g
                 mbarrier.expect(bar, do_bytes)
             copy_rows(desc_do, desc_rows, DELTA, mem.do, mem.delta, bar, slot, at, tile, g, m, work, plan)
             i += 1
-            m += 1
-            if m == tile.m_end:
-                m = tile.m_start
-                g += 0 if plan.rotated else 1
+            m, g = tiling.block_after(m, g, tile, plan)
         if plan.deterministic:  # there are more draws than tiles, so none of them sets the counter back
             number = drawn(asked, work.counter_ptr, 0, 0)
         else:

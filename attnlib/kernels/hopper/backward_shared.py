@@ -122,7 +122,4 @@ def _copy(desc_q, desc_k, desc_v, desc_do, desc_rows, mem, tile, work, plan: gl.
         acquire(DO_FREE, j, plan.consumers)
         mbarrier.expect(bar, do_bytes)
         copy_rows(desc_do, desc_rows, DELTA, mem.do, mem.delta, bar, slot, at, tile, g, m, work, plan)
-        m += 1
-        if m == tile.m_end:
-            m = tile.m_start
-            g += 0 if plan.rotated else 1
+        m, g = tiling.block_after(m, g, tile, plan)

@@ -298,6 +298,17 @@ def keys(tile, work, plan: gl.constexpr):
 
 
 @gluon.jit
+def block_after(m, g, tile, plan: gl.constexpr):
+    """(m, g) of the block of queries that a producer copies after block m of query head g: of a rotated plan,
+    which visits one head, the first one comes after the last one."""
+    m += 1
+    if m == tile.m_end:
+        m = tile.m_start
+        g += 0 if plan.rotated else 1
+    return m, g
+
+
+@gluon.jit
 def coordinates(at, g, row):
     """Of a row, counted from the beginning of its sequence, `g` heads further."""
     if len(at) == 2:

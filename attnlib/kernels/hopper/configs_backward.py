@@ -362,9 +362,9 @@ _IN_ORDER_STAYS = {64: (None, _IN_TURNS_64), 96: (None, _IN_TURNS_96), 128: (_IN
 without a mask programs stay at all lengths: they take 1.018 times a call without an order at 4096 tokens,
 those of one tile 1.046, and at 16384 tokens 1.013 and 1.006."""
 LONG_ROWS = 16384
-LONG_128 = {"stagger": 1200} | _ROTATED
-"""From so many rows on, programs of 128 columns without a mask have one tile, and these options, where sums
-have no order. Those of 96 columns stay, and are rotated."""
+_LONG_ONE_TILE, _LONG_STAYS = {128: _ROTATED | {"stagger": 1200}}, {96: _ROTATED}
+"""What changes from so many rows on without a mask, where sums of batches have no order: of these widths
+programs have one tile, or stay."""
 
 
 def _stays_in_order(width: int, kind: BackwardKind) -> dict | None:
@@ -438,13 +438,14 @@ def hopper_backward_config(
     chosen = _in_sections(chosen, kind)
     if not stays:
         return chosen
-    if width == 128 and split is None and kind.long and not kind.masked and not kind.varlen:
-        return replace(chosen, **LONG_128)
+    long = kind.long and not kind.masked and not kind.varlen
+    if long and (split or width) in _LONG_ONE_TILE:
+        return replace(chosen, **_LONG_ONE_TILE[split or width])
     changes = (_VARLEN_STAYS if kind.varlen else _STAYS)[split or width][kind.masked]
     if kind.tail and not kind.masked:
         changes = changes | _TAILS.get(split or width, {})
-    if split == 96 and kind.long and not kind.masked and not kind.varlen:
-        changes = changes | _ROTATED
+    if long:
+        changes = changes | _LONG_STAYS.get(split or width, {})
     if width == 64 and kind.float16 and not kind.masked:
         changes = _STAYS_FLOAT16
     return replace(chosen, persistent=True, **changes)
